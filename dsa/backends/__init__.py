@@ -1,0 +1,19 @@
+"""Attention backends, and the contract they satisfy (`contract`).
+
+`dot_product()` is the readable definition, `gather()` attends to the selected
+latents alone, and `tokamax_flash()` runs tokamax's flash attention under the
+selection as a dynamic mask.
+"""
+
+from dsa.backends.contract import KernelBackend, check_inputs
+from dsa.backends.dot_product import dot_product
+from dsa.backends.gather import gather
+from dsa.backends.tokamax_flash import tokamax_flash
+
+__all__ = [
+  "KernelBackend",
+  "check_inputs",
+  "dot_product",
+  "gather",
+  "tokamax_flash",
+]

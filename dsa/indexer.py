@@ -1,0 +1,231 @@
+"""The lightning indexer: a cheap score of every key for every query.
+
+    q = rope(q_latent wq_b)                   I index heads of width D
+    k = rope(LayerNorm(x wk))                 one key for all index heads
+    w = (x weights_proj) I^-1/2 D^-1/2        float32
+    score[t, s] = sum_i w[t, i] relu(q[t, i] . k[s])
+
+RoPE turns the first R of the D dims, the rest has no position. x and q_latent
+are detached: the indexer learns from its own loss, which reaches nothing else.
+
+Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1, equation 1.
+"""
+
+import einops
+import jax
+import jax.numpy as jnp
+
+from dsa import norms, rope, streaming
+from dsa.checks import check_dtype, check_shape
+from dsa.config import DSAConfig
+from dsa.params import IndexerParams
+
+# Rows (queries times heads) of one product of scores: enough to fill a matrix
+# unit when queries are few, without holding every head's scores when many.
+_ROWS = 512
+
+
+def index_queries(
+  params: IndexerParams,
+  q_latent: jax.Array,
+  positions: jax.Array,
+  config: DSAConfig,
+) -> jax.Array:
+  """Queries of the index heads.
+
+  Args:
+    params: Weights of the indexer.
+    q_latent: [B, T, L], the query latent after its RMSNorm; detached.
+    positions: Integers [B, T].
+    config: The sizes and the layout of RoPE.
+
+  Returns:
+    [B, T, I, D], [rope | rest].
+
+  Raises:
+    ValueError: If a shape does not fit the configuration.
+    TypeError: If a dtype is not of its kind.
+  """
+  check_shape("q_latent", q_latent, "B T L", L=config.q_lora_rank)
+  q_latent = jax.lax.stop_gradient(q_latent)
+  q = jnp.einsum("btl,lid->btid", q_latent, params.wq_b)
+  return _rotate(q, positions, config)
+
+
+def index_keys(
+  params: IndexerParams, x: jax.Array, positions: jax.Array, config: DSAConfig
+) -> jax.Array:
+  """The index key of each token, shared by all index heads.
+
+  Args:
+    params: Weights of the indexer.
+    x: Hidden states [B, S, E]; detached.
+    positions: Integers [B, S].
+    config: The sizes and the layout of RoPE.
+
+  Returns:
+    [B, S, D], [rope | rest].
+
+  Raises:
+    ValueError: If a shape does not fit the configuration.
+    TypeError: If a dtype is not of its kind.
+  """
+  check_shape("x", x, "B S E", E=config.hidden_size)
+  k = jnp.einsum("bse,ed->bsd", jax.lax.stop_gradient(x), params.wk)
+  k = norms.layer_norm(
+    k, params.k_norm_scale, params.k_norm_bias, eps=config.index_k_norm_eps
+  )
+  return _rotate(k, positions, config)
+
+
+def index_head_weights(
+  params: IndexerParams, x: jax.Array, config: DSAConfig
+) -> jax.Array:
+  """How much each index head counts for each query.
+
+  Args:
+    params: Weights of the indexer.
+    x: Hidden states [B, T, E]; detached.
+    config: The sizes.
+
+  Returns:
+    float32 [B, T, I], with I^-1/2 D^-1/2 multiplied in.
+
+  Raises:
+    ValueError: If a shape does not fit the configuration.
+  """
+  check_shape("x", x, "B T E", E=config.hidden_size)
+  scale = (config.index_n_heads * config.index_head_dim) ** -0.5
+  # HIGHEST: on TPU the default would round float32 operands to bfloat16.
+  weights = jnp.einsum(
+    "bte,ei->bti",
+    jax.lax.stop_gradient(x).astype(jnp.float32),
+    params.weights_proj.astype(jnp.float32),
+    precision=jax.lax.Precision.HIGHEST,
+  )
+  return weights * scale
+
+
+def weighted_relu_scores(
+  q: jax.Array, k: jax.Array, weights: jax.Array
+) -> jax.Array:
+  """Scores every key for every query: sum_i w_i relu(q_i . k).
+
+  Heads are added in order, one by one, so the sum does not depend on how many
+  of them share a matrix product.
+
+  Args:
+    q: Index queries [B, T, I, D].
+    k: Index keys [B, S, D].
+    weights: float32 [B, T, I].
+
+  Returns:
+    float32 [B, T, S], unmasked.
+
+  Raises:
+    ValueError: If the shapes do not fit each other.
+    TypeError: If the weights are not float32.
+  """
+  sizes = check_shape("q", q, "B T I D")
+  sizes = check_shape("k", k, "B S D", B=sizes["B"], D=sizes["D"])
+  batch, queries, heads = q.shape[:3]
+  check_shape("weights", weights, "B T I", B=batch, T=queries, I=heads)
+  check_dtype("weights", weights, jnp.float32)
+  group = _heads_per_product(heads, rows=batch * queries)
+  q = einops.rearrange(q, "B T (outer I) D -> outer I B T D", I=group)
+  weights = einops.rearrange(weights, "B T (outer I) -> outer I B T 1", I=group)
+
+  @jax.checkpoint  # Else autodiff keeps each head's [B, T, S].
+  def add_heads(
+    scores: jax.Array, heads: tuple[jax.Array, jax.Array]
+  ) -> tuple[jax.Array, None]:
+    q, weights = heads
+    logits = jnp.einsum(
+      "ibtd,bsd->ibts", q, k, preferred_element_type=jnp.float32
+    )
+    for i in range(group):
+      scores += weights[i] * jax.nn.relu(logits[i])
+    return scores, None
+
+  zeros = jnp.zeros((batch, queries, sizes["S"]), jnp.float32)
+  return jax.lax.scan(add_heads, zeros, (q, weights))[0]
+
+
+def selected_scores(
+  q: jax.Array, k: jax.Array, weights: jax.Array, indices: jax.Array
+) -> jax.Array:
+  """Scores the selected keys alone: cost grows with T * K.
+
+  Args:
+    q: Index queries [B, T, I, D].
+    k: Index keys [B, S, D].
+    weights: float32 [B, T, I].
+    indices: int32 [B, T, K], -1 for no key.
+
+  Returns:
+    float32 [B, T, K]; the gradient of k is added up in float32.
+  """
+  return streaming.map_gathered(
+    _score_rows,
+    k,
+    indices,
+    (q, weights),
+    block_size=streaming.gathered_block_size(k, indices),
+  )
+
+
+def _score_rows(
+  queries: tuple[jax.Array, jax.Array], rows: jax.Array, valid: jax.Array
+) -> jax.Array:
+  """[B, T, I, D], [B, T, I] and rows [B, T, K, D] to [B, T, K]."""
+  del valid
+  q, weights = (einops.rearrange(x, "B T ... -> (B T) 1 ...") for x in queries)
+  k = einops.rearrange(rows, "B T K D -> (B T) K D")
+  scores = weighted_relu_scores(q, k, weights)
+  return einops.rearrange(scores, "(B T) 1 K -> B T K", B=rows.shape[0])
+
+
+def indexer_scores(
+  params: IndexerParams,
+  x: jax.Array,
+  q_latent: jax.Array,
+  positions: jax.Array,
+  config: DSAConfig,
+) -> jax.Array:
+  """Scores every token of a sequence for every other.
+
+  Args:
+    params: Weights of the indexer.
+    x: Hidden states [B, T, E]; detached.
+    q_latent: [B, T, L], the query latent after its RMSNorm; detached.
+    positions: Integers [B, T].
+    config: The sizes and the layout of RoPE.
+
+  Returns:
+    float32 [B, T, S] with S = T, unmasked: later tokens have scores too.
+
+  Raises:
+    ValueError: If a shape does not fit the configuration.
+    TypeError: If a dtype is not of its kind.
+  """
+  return weighted_relu_scores(
+    index_queries(params, q_latent, positions, config),
+    index_keys(params, x, positions, config),
+    index_head_weights(params, x, config),
+  )
+
+
+def _rotate(x: jax.Array, positions: jax.Array, config: DSAConfig) -> jax.Array:
+  turn = (
+    rope.yarn_rope_interleaved
+    if config.indexer_rope_interleave
+    else rope.yarn_rope_concat
+  )
+  turned = turn(x[..., : config.qk_rope_head_dim], positions, config.rope)
+  return jnp.concatenate((turned, x[..., config.qk_rope_head_dim :]), axis=-1)
+
+
+def _heads_per_product(heads: int, *, rows: int) -> int:
+  """The largest divisor of `heads` that keeps a product near `_ROWS` rows."""
+  most = max(_ROWS // max(rows, 1), 1)
+  return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= most)
