@@ -184,9 +184,11 @@ def select(
   """Scores the visible keys of each query and keeps the best; detached."""
   if params.indexer is None:
     raise ValueError("selection is required where params.indexer is None")
-  weights, tokens = jax.lax.stop_gradient((params, tokens))
+  weights, tokens = jax.lax.stop_gradient(
+    ((params.mla, params.indexer), tokens)
+  )
   index_keys = indexer_lib.index_keys(
-    weights.indexer, tokens.x, tokens.positions, config
+    weights[1], tokens.x, tokens.positions, config
   )
   indices = streaming.map_query_chunks(
     functools.partial(_select_chunk, config, tokens.order.shape[1]),
@@ -202,14 +204,15 @@ def select(
 def _select_chunk(
   config: DSAConfig,
   num_keys: int,
-  params: DSAParams[jax.Array],
+  weights: tuple[MLAParams[jax.Array], IndexerParams[jax.Array]],
   keys: tuple[jax.Array, jax.Array],
   tokens: _Tokens,
 ) -> jax.Array:
   """int32 [B, T, min(index_topk, S)] for a chunk of queries."""
+  params, indexer = weights
   index_keys, key_segment_ids = keys
-  q_latent = mla.query_latent(params.mla, tokens.x, config)
-  q, head_weights = _index_queries(params.indexer, q_latent, tokens, config)
+  q_latent = mla.query_latent(params, tokens.x, config)
+  q, head_weights = _index_queries(indexer, q_latent, tokens, config)
   scores = indexer_lib.weighted_relu_scores(q, index_keys, head_weights)
   indices = selection_lib.topk_indices(
     scores, config.index_topk, _visible(tokens, key_segment_ids)
@@ -241,7 +244,7 @@ def _attend_chunk(
   inputs = mla.MLAInputs(
     q_nope, q_rope, keys.kv_latent, keys.k_rope, w_uk, w_uv
   )
-  if indexer is None:
+  if indexer is None or keys.index_keys is None:
     heads_out = options.backend(inputs, attended, scale=config.softmax_scale)
     divergences = jnp.zeros(tokens.order.shape, jnp.float32)
   else:

@@ -161,6 +161,11 @@ class FromHfTest(parameterized.TestCase):
     config = DSAConfig.from_hf(_DEEPSEEK_V32 | {key: value})
     self.assertEqual(getattr(config, key), value)
 
+  @parameterized.parameters(1e-5, 1e-6)
+  def test_the_epsilon_of_the_latents_is_not_the_decoders(self, eps):
+    config = DSAConfig.from_hf(_GLM_5 | {"rms_norm_eps": eps})
+    self.assertEqual(config.latent_norm_eps, 1e-6)
+
   @parameterized.parameters("deepseek_v3", "llama", None)
   def test_other_models_are_refused(self, model_type):
     with self.assertRaisesRegex(

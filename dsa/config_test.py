@@ -66,7 +66,8 @@ class DSAConfigTest(parameterized.TestCase):
       dataclasses.replace(config_lib.glm_5(), **{field: value})
 
   @parameterized.product(
-    field=("rms_norm_eps", "index_k_norm_eps"), value=(0, -1e-6, math.nan, None)
+    field=("rms_norm_eps", "latent_norm_eps", "index_k_norm_eps"),
+    value=(0, -1e-6, math.nan, None),
   )
   def test_epsilons_are_positive(self, field, value):
     with self.assertRaisesRegex(

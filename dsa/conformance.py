@@ -103,7 +103,8 @@ class BackendConformanceTest(parameterized.TestCase):
     cls = type(self)
     if "backend" not in vars(cls):  # Once: programs are compiled by function.
       backend = self.make_backend()
-      cls.with_probs = staticmethod(getattr(backend, "with_probs", None))
+      with_probs: Any = getattr(backend, "with_probs", None)
+      cls.with_probs = staticmethod(with_probs)
       cls.backend = staticmethod(_skip_refused(backend))
       answer = functools.partial(_answer, cls.backend)
       cls.compiled = staticmethod(jax.jit(answer, static_argnames="scale"))
@@ -327,7 +328,8 @@ class BackendConformanceTest(parameterized.TestCase):
       lambda *arrays: jnp.stack(arrays), *(case.arguments() for case in cases)
     )
     inputs = MLAInputs(*inputs[:4], *map(jnp.asarray, weights))
-    lanes = MLAInputs(0, 0, 0, 0, None, None)
+    lanes: Any = (0, 0, 0, 0, None, None)
+    lanes = MLAInputs(*lanes)
     attend = functools.partial(self.backend, scale=_SCALE)
     outs = jax.jit(jax.vmap(attend, in_axes=(lanes, 0)))(inputs, selections)
     for case, out in zip(cases, outs, strict=True):

@@ -16,6 +16,9 @@ import numpy as np
 from dsa.mla import MLAInputs
 from dsa.selection import Selection
 
+# Holds NumPy arrays here.
+_Inputs: Any = MLAInputs
+
 _SIZES = {"B": 2, "T": 7, "S": 11, "N": 3, "C": 12, "P": 8, "R": 4, "V": 10}
 
 # Name, fault of a backend that fails, options of `random_case`.
@@ -105,7 +108,7 @@ def random_case(
     shape = [sizes[letter] for letter in letters]
     return (rng.normal(size=shape) / np.sqrt(fan_in)).astype(dtype)
 
-  inputs = MLAInputs(
+  inputs = _Inputs(
     q_nope=normal("BTNP"),
     q_rope=normal("BTNR"),
     kv_latent=normal("BSC"),
@@ -148,7 +151,7 @@ def reference(case: Case, scale: float) -> Answer:
   Returns:
     Output, gradients and probabilities.
   """
-  x = MLAInputs(*(np.asarray(array, np.float64) for array in case.inputs))
+  x = _Inputs(*(np.asarray(array, np.float64) for array in case.inputs))
   g = np.asarray(case.cotangent, np.float64)
   k_nope = np.einsum("bsc,cnp->bsnp", x.kv_latent, x.w_uk)
   v = np.einsum("bsc,cnv->bsnv", x.kv_latent, x.w_uv)

@@ -26,7 +26,7 @@ _ROWS = 512
 
 
 def index_queries(
-  params: IndexerParams,
+  params: IndexerParams[jax.Array],
   q_latent: jax.Array,
   positions: jax.Array,
   config: DSAConfig,
@@ -53,7 +53,10 @@ def index_queries(
 
 
 def index_keys(
-  params: IndexerParams, x: jax.Array, positions: jax.Array, config: DSAConfig
+  params: IndexerParams[jax.Array],
+  x: jax.Array,
+  positions: jax.Array,
+  config: DSAConfig,
 ) -> jax.Array:
   """The index key of each token, shared by all index heads.
 
@@ -79,7 +82,7 @@ def index_keys(
 
 
 def index_head_weights(
-  params: IndexerParams, x: jax.Array, config: DSAConfig
+  params: IndexerParams[jax.Array], x: jax.Array, config: DSAConfig
 ) -> jax.Array:
   """How much each index head counts for each query.
 
@@ -186,7 +189,7 @@ def _score_rows(
 
 
 def indexer_scores(
-  params: IndexerParams,
+  params: IndexerParams[jax.Array],
   x: jax.Array,
   q_latent: jax.Array,
   positions: jax.Array,

@@ -169,11 +169,14 @@ class WeightedReluScoresTest(parameterized.TestCase):
     )
     np.testing.assert_array_equal(actual, [[[2, 3, 0]]])
 
-  def test_sums_of_bfloat16_are_float32(self):
+  @parameterized.named_parameters(
+    ("over_heads", [[1, 0], [0, 1]]), ("within_a_head", [[1, 1]])
+  )
+  def test_sums_of_bfloat16_are_float32(self, heads):
     actual = dsa.weighted_relu_scores(
-      jnp.eye(2, dtype=jnp.bfloat16)[None, None],
+      jnp.asarray([[heads]], jnp.bfloat16),
       jnp.asarray([[[256, 0], [256, 1]]], jnp.bfloat16),
-      jnp.ones((1, 1, 2)),
+      jnp.ones((1, 1, len(heads))),
     )
     np.testing.assert_array_equal(actual, [[[256, 257]]])
     np.testing.assert_array_equal(

@@ -62,7 +62,7 @@ class Backend(Protocol):
 
 
 def query_latent(
-  params: MLAParams, x: jax.Array, config: DSAConfig
+  params: MLAParams[jax.Array], x: jax.Array, config: DSAConfig
 ) -> jax.Array:
   """The query latent, which the attention and the indexer share.
 
@@ -83,7 +83,7 @@ def query_latent(
 
 
 def mla_queries(
-  params: MLAParams,
+  params: MLAParams[jax.Array],
   q_latent: jax.Array,
   positions: jax.Array,
   config: DSAConfig,
@@ -110,7 +110,10 @@ def mla_queries(
 
 
 def kv_latents(
-  params: MLAParams, x: jax.Array, positions: jax.Array, config: DSAConfig
+  params: MLAParams[jax.Array],
+  x: jax.Array,
+  positions: jax.Array,
+  config: DSAConfig,
 ) -> tuple[jax.Array, jax.Array]:
   """What is kept of each token for later queries: C + R numbers.
 
@@ -135,7 +138,7 @@ def kv_latents(
 
 
 def split_wkv_b(
-  params: MLAParams, config: DSAConfig
+  params: MLAParams[jax.Array], config: DSAConfig
 ) -> tuple[jax.Array, jax.Array]:
   """The two halves of wkv_b.
 
@@ -233,7 +236,9 @@ def expand_values(out_latent: jax.Array, w_uv: jax.Array) -> jax.Array:
   return jnp.einsum("btnc,cnv->btnv", out_latent, w_uv)
 
 
-def output_projection(params: MLAParams, heads_out: jax.Array) -> jax.Array:
+def output_projection(
+  params: MLAParams[jax.Array], heads_out: jax.Array
+) -> jax.Array:
   """Merges the heads into the residual stream.
 
   Args:
@@ -247,7 +252,7 @@ def output_projection(params: MLAParams, heads_out: jax.Array) -> jax.Array:
 
 
 def sparse_mla(
-  params: MLAParams,
+  params: MLAParams[jax.Array],
   x: jax.Array,
   positions: jax.Array,
   selection: Selection,

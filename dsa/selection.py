@@ -7,10 +7,10 @@ Selected: the k visible keys with the highest score; equal scores go to the
 lower key index, -0.0 equals 0.0, and a NaN is below every number. With fewer
 than k visible keys, all of them; never more than k.
 
-The k-th best is found bit by bit on integers that are ordered as the scores
-are, so no tie is left to a sort, and every device and chunking selects alike:
+A threshold is searched for by halving, on integers that are ordered as the
+scores are: no tie is left to a sort, so all devices and chunkings select alike.
 
-    threshold = max { t : |{s : rank[s] >= t}| >= k }
+    threshold = a t with |{s : rank[s] >= t}| = k, or else the largest with >= k
     selected  = {rank > threshold} and the first of {rank == threshold}
 
 Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
@@ -20,12 +20,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from dsa import bitset
 from dsa.checks import check_count, check_dtype, check_shape
 
-# Ranks below those of the numbers: -inf has rank 0x007FFFFF.
-_RANK_HIDDEN = 0
-_RANK_NAN = 1
+# Ranks of float32 bits: numbers lie from -inf, 0x007FFFFF, through zero upward.
+_RANK_HIDDEN = np.uint32(0)
+_RANK_NAN = np.uint32(1)
+_RANK_ZERO = np.uint32(0x80000000)
+_RANK_LAST = np.uint32(0xFFFFFFFF)
 
 
 class Selection(NamedTuple):
@@ -117,16 +121,10 @@ def topk_mask(scores: jax.Array, k: int, allowed: jax.Array) -> jax.Array:
     TypeError: If `scores` are not floats, `allowed` not booleans, k no integer.
   """
   k = _check_topk(scores, k, allowed)
-  allowed = jnp.broadcast_to(allowed, scores.shape)
-  if k >= scores.shape[-1]:
-    return allowed
-  ranks = _ranks(scores, allowed)
-  threshold = _kth_highest(ranks, k)[..., None]
-  above = ranks > threshold
-  ties = ranks == threshold
-  room = k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-  tie_order = jnp.cumsum(ties, axis=-1, dtype=jnp.int32)
-  return (above | (ties & (tie_order <= room))) & allowed
+  num_keys = scores.shape[-1]
+  if k >= num_keys:
+    return jnp.broadcast_to(allowed, scores.shape)
+  return bitset.unpack(_topk_set(scores, k, allowed))[..., :num_keys]
 
 
 def topk_indices(scores: jax.Array, k: int, allowed: jax.Array) -> jax.Array:
@@ -145,34 +143,24 @@ def topk_indices(scores: jax.Array, k: int, allowed: jax.Array) -> jax.Array:
     ValueError: If k is below 1 or `allowed` does not broadcast to `scores`.
     TypeError: If `scores` are not floats, `allowed` not booleans, k no integer.
   """
-  mask = topk_mask(scores, k, allowed)
-  return mask_to_indices(mask, width=min(int(k), scores.shape[-1]))
+  k = _check_topk(scores, k, allowed)
+  width = min(k, scores.shape[-1])
+  return bitset.members(_topk_set(scores, k, allowed), width=width)
 
 
-def mask_to_indices(mask: jax.Array, *, width: int) -> jax.Array:
-  """Lists the marked keys of each row.
-
-  Args:
-    mask: bool [..., T, S], at most `width` marks a row.
-    width: Number of places in a row of the result.
-
-  Returns:
-    int32 [..., T, width], ascending, -1 after the last.
-  """
-  order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32)
-  # Place of each marked key in its row; unmarked keys fall out of bounds.
-  places = jnp.where(mask, order - 1, width)
-  keys = jnp.broadcast_to(
-    jnp.arange(mask.shape[-1], dtype=jnp.int32), mask.shape
-  )
-  return jnp.put_along_axis(
-    jnp.full((*mask.shape[:-1], width), -1, jnp.int32),
-    places,
-    keys,
-    axis=-1,
-    inplace=False,
-    mode="drop",
-  )
+def _topk_set(scores: jax.Array, k: int, allowed: jax.Array) -> jax.Array:
+  """The selected keys as a `bitset`, uint32 [..., T, ceil(S / 32)]."""
+  allowed = jnp.broadcast_to(allowed, scores.shape)
+  fill = [(0, 0)] * (scores.ndim - 1)
+  fill.append((0, -scores.shape[-1] % bitset.WORD_BITS))
+  if k >= scores.shape[-1]:
+    return bitset.pack(jnp.pad(allowed, fill))
+  ranks = jnp.pad(_ranks(scores, allowed), fill, constant_values=_RANK_HIDDEN)
+  threshold = _threshold(ranks, k)[..., None]
+  above = bitset.pack(ranks > threshold)
+  ties = bitset.pack(ranks == threshold)
+  room = k - jnp.sum(bitset.size(above), axis=-1)
+  return above | bitset.keep_lowest(ties, room)
 
 
 def _ranks(scores: jax.Array, allowed: jax.Array) -> jax.Array:
@@ -182,26 +170,85 @@ def _ranks(scores: jax.Array, allowed: jax.Array) -> jax.Array:
   bits = jax.lax.bitcast_convert_type(scores.astype(jnp.float32), jnp.uint32)
   magnitude = bits & jnp.uint32(0x7FFFFFFF)
   bits = jnp.where(magnitude == 0, jnp.uint32(0), bits)  # -0.0 equals 0.0
-  sign = jnp.uint32(0x80000000)
-  ranks = jnp.where(bits & sign, ~bits, bits | sign)
+  ranks = _rank(jax.lax.bitcast_convert_type(bits, jnp.float32))
   is_nan = magnitude > jnp.uint32(0x7F800000)
-  ranks = jnp.where(is_nan, jnp.uint32(_RANK_NAN), ranks)
-  return jnp.where(allowed, ranks, jnp.uint32(_RANK_HIDDEN))
+  ranks = jnp.where(is_nan, _RANK_NAN, ranks)
+  return jnp.where(allowed, ranks, _RANK_HIDDEN)
 
 
-def _kth_highest(ranks: jax.Array, k: int) -> jax.Array:
-  """The largest t for which at least k of a row's ranks are t or more."""
+class _Bracket(NamedTuple):
+  """A row's search: at least k ranks lie from `low` on, fewer from `high` on.
 
-  def decide_bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
-    # An int, not an array, under jax.disable_jit.
-    place = jnp.asarray(i).astype(jnp.uint32)
-    raised = threshold | (jnp.uint32(1 << 31) >> place)
-    count = jnp.sum(ranks >= raised[..., None], axis=-1, dtype=jnp.int32)
-    return jnp.where(count >= k, raised, threshold)
+  Attributes:
+    low: uint32 [...].
+    high: uint32 [...].
+    total: int32 [...], how many ranks lie from `low` on.
+  """
 
-  return jax.lax.fori_loop(
-    0, 32, decide_bit, jnp.zeros(ranks.shape[:-1], jnp.uint32)
+  low: jax.Array
+  high: jax.Array
+  total: jax.Array
+
+
+def _threshold(ranks: jax.Array, k: int) -> jax.Array:
+  """The module docstring's threshold of each row, never `_RANK_HIDDEN`."""
+
+  def narrow(bracket: _Bracket, probe: jax.Array) -> _Bracket:
+    members = bitset.pack(ranks >= probe[..., None])
+    count = jnp.sum(bitset.size(members), axis=-1)
+    inside = (bracket.low < probe) & (probe < bracket.high)
+    raise_low = inside & (count >= k)
+    return _Bracket(
+      low=jnp.where(raise_low, probe, bracket.low),
+      high=jnp.where(inside & (count < k), probe, bracket.high),
+      total=jnp.where(raise_low, count, bracket.total),
+    )
+
+  def is_open(bracket: _Bracket) -> jax.Array:
+    return (bracket.total > k) & (bracket.high - bracket.low > 1)
+
+  def halve(state: tuple[jax.Array, _Bracket]) -> tuple[jax.Array, _Bracket]:
+    step, bracket = state
+    low, high = bracket.low, bracket.high
+    middle = low + (high - low) // 2
+    # Halving the values takes fewer steps than halving the ranks, where scores
+    # spread over many exponents; every third step bounds the rest.
+    value = 0.5 * _value(low) + 0.5 * _value(high)
+    by_value = jnp.isfinite(value) & (step % 3 != 2)
+    probe = jnp.where(by_value, _rank(value), middle)
+    probe = jnp.clip(probe, low + 1, high - 1)
+    return step + 1, narrow(bracket, jnp.where(is_open(bracket), probe, low))
+
+  rows = jnp.zeros(ranks.shape[:-1], jnp.uint32)
+  seen = bitset.pack(ranks > _RANK_HIDDEN)
+  bracket = _Bracket(
+    low=rows + _RANK_NAN,
+    high=jnp.max(ranks, axis=-1) + 1,
+    total=jnp.sum(bitset.size(seen), axis=-1),
   )
+  numbers = jnp.where(ranks <= _RANK_NAN, _RANK_LAST, ranks)
+  zero = rows + _RANK_ZERO
+  # ReLU makes plateaus of exact zeros, which halving would take long to reach.
+  for probe in (jnp.min(numbers, axis=-1), zero, zero + 1):
+    bracket = narrow(bracket, probe)
+  _, bracket = jax.lax.while_loop(
+    lambda state: jnp.any(is_open(state[1])), halve, (jnp.int32(0), bracket)
+  )
+  return bracket.low
+
+
+def _rank(value: jax.Array) -> jax.Array:
+  """uint32 in the order of float32 numbers."""
+  bits = jax.lax.bitcast_convert_type(value, jnp.uint32)
+  negative = bits >= _RANK_ZERO
+  return jnp.where(negative, ~bits, bits | _RANK_ZERO)
+
+
+def _value(rank: jax.Array) -> jax.Array:
+  """The inverse of `_rank`."""
+  positive = rank >= _RANK_ZERO
+  bits = jnp.where(positive, rank ^ _RANK_ZERO, ~rank)
+  return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def _check_topk(scores: jax.Array, k: int, allowed: jax.Array) -> int:

@@ -57,7 +57,7 @@ class TopkTest(parameterized.TestCase):
 
   def test_more_keys_asked_for_than_there_are(self):
     scores = jnp.array(np.random.default_rng(0).normal(size=(1, 5, 5)))
-    indices = selection.topk_indices(scores, 8, _causal(5))
+    indices = _topk_indices(scores, 8, _causal(5))
     wanted = oracle.mask_to_indices(_causal(5)[None], 5)
     self.assertEqual(indices.dtype, jnp.int32)
     np.testing.assert_array_equal(indices, wanted)
@@ -65,29 +65,27 @@ class TopkTest(parameterized.TestCase):
   @parameterized.parameters(2, 3, 8)
   def test_allowed_passes_through_where_k_is_enough(self, k):
     allowed = jnp.array([[True, False], [True, True]])
-    mask = selection.topk_mask(jnp.array([[1.0, 9.0], [9.0, 1.0]]), k, allowed)
+    mask = _topk_mask(jnp.array([[1.0, 9.0], [9.0, 1.0]]), k, allowed)
     np.testing.assert_array_equal(mask, allowed)
 
   @parameterized.parameters(1, 2, 3)
   def test_nothing_allowed_is_nothing_selected(self, k):
     scores = jnp.array([[1.0, np.nan, np.inf]])
     allowed = jnp.zeros((1, 3), bool)
-    self.assertFalse(selection.topk_mask(scores, k, allowed).any())
+    self.assertFalse(_topk_mask(scores, k, allowed).any())
     np.testing.assert_array_equal(
-      selection.topk_indices(scores, k, allowed), np.full((1, k), -1)
+      _topk_indices(scores, k, allowed), np.full((1, k), -1)
     )
 
   def test_what_is_not_allowed_is_never_selected(self):
     scores = jnp.array([[np.inf, -5.0, 9.0, np.nan, -6.0]])
     allowed = jnp.array([[False, True, False, True, True]])
-    np.testing.assert_array_equal(
-      selection.topk_indices(scores, 2, allowed), [[1, 4]]
-    )
+    np.testing.assert_array_equal(_topk_indices(scores, 2, allowed), [[1, 4]])
 
   def test_fewer_allowed_than_k_are_all_selected(self):
     allowed = jnp.array([[False, True, False, True, False, False]])
     np.testing.assert_array_equal(
-      selection.topk_indices(jnp.zeros((1, 6)), 4, allowed), [[1, 3, -1, -1]]
+      _topk_indices(jnp.zeros((1, 6)), 4, allowed), [[1, 3, -1, -1]]
     )
 
   @parameterized.parameters(
@@ -98,13 +96,13 @@ class TopkTest(parameterized.TestCase):
     scores = jnp.asarray(rng.normal(size=(3, 4, 5)))
     allowed = jnp.asarray(rng.random(shape) < 0.6)
     np.testing.assert_array_equal(
-      selection.topk_mask(scores, 2, allowed),
-      selection.topk_mask(scores, 2, jnp.broadcast_to(allowed, scores.shape)),
+      _topk_mask(scores, 2, allowed),
+      _topk_mask(scores, 2, jnp.broadcast_to(allowed, scores.shape)),
     )
 
   @parameterized.parameters((0, 2, 5), (2, 0, 5), (1, 2, 0))
   def test_nothing_to_select_from(self, *shape):
-    indices = selection.topk_indices(jnp.zeros(shape), 3, _all(*shape))
+    indices = _topk_indices(jnp.zeros(shape), 3, _all(*shape))
     self.assertEqual(indices.shape, (*shape[:-1], min(3, shape[-1])))
 
   @parameterized.parameters(np.int64, np.uint8, np.uint64, np.array, jnp.array)
@@ -166,14 +164,15 @@ class SelectionTest(parameterized.TestCase):
 
   def test_a_mask_passes_through_unchanged(self):
     mask = jnp.array([[[True, False], [True, True]]])
-    indices = selection.mask_to_indices(mask, width=2)
+    indices = selection.topk_indices(jnp.zeros(mask.shape), 2, mask)
     np.testing.assert_array_equal(indices, [[[0, -1], [0, 1]]])
     np.testing.assert_array_equal(Selection(indices).mask(2), mask)
 
   def test_lists_and_masks_are_inverse(self):
     mask = np.random.default_rng(2).random((2, 9, 33)) < 0.3
     mask[0, 0], mask[1, 1] = False, True
-    indices = selection.mask_to_indices(jnp.asarray(mask), width=33)
+    scores = jnp.zeros(mask.shape)
+    indices = selection.topk_indices(scores, 33, jnp.asarray(mask))
     self.assertEqual(indices.dtype, jnp.int32)
     np.testing.assert_array_equal(indices, oracle.mask_to_indices(mask, 33))
     np.testing.assert_array_equal(Selection(indices).mask(33), mask)
@@ -208,27 +207,25 @@ class SelectionTest(parameterized.TestCase):
 class VisibleMaskTest(parameterized.TestCase):
   def test_matches_the_oracle(self):
     ids = np.random.default_rng(3).integers(0, 3, size=(3, 20))
-    actual = selection.visible_mask(jnp.asarray(ids), jnp.asarray(ids))
+    actual = _visible_mask(jnp.asarray(ids), jnp.asarray(ids))
     self.assertEqual(actual.dtype, jnp.bool_)
     np.testing.assert_array_equal(actual, oracle.visibility(ids))
 
   def test_padding_sees_nothing_and_is_not_seen(self):
     ids = jnp.array([[0, 1, 0, 1]])
-    visible = np.array(selection.visible_mask(ids, ids)[0])
+    visible = np.array(_visible_mask(ids, ids)[0])
     np.testing.assert_array_equal(visible.sum(axis=1), [0, 1, 0, 2])
     np.testing.assert_array_equal(visible.sum(axis=0), [0, 2, 0, 1])
 
   def test_a_document_sees_itself_alone(self):
     ids = jnp.array([[1] * 5 + [2] * 7])
-    indices = selection.topk_indices(
-      jnp.zeros((1, 12, 12)), 12, selection.visible_mask(ids, ids)
-    )
+    indices = _topk_indices(jnp.zeros((1, 12, 12)), 12, _visible_mask(ids, ids))
     np.testing.assert_array_equal(indices[0, 11], [*range(5, 12)] + [-1] * 5)
 
   def test_a_document_that_resumes_sees_its_beginning(self):
     ids = jnp.array([[1, 2, 1]])
     np.testing.assert_array_equal(
-      selection.visible_mask(ids, ids)[0, 2], [True, False, True]
+      _visible_mask(ids, ids)[0, 2], [True, False, True]
     )
 
   @parameterized.parameters(0, 3, 7)

@@ -226,11 +226,13 @@ def _gathered_bwd(
 
   def pull_back(d_tables: Any, block: tuple[Any, ...]) -> tuple[Any, Any]:
     indices, queries, cotangent = block
-    primals = queries, _rows(tables, indices)
-    floats, rebuild = _floats(primals)
-    _, vjp = jax.vjp(
-      lambda floats: body(*rebuild(floats), indices >= 0), floats
-    )
+    floats, rebuild = _floats((queries, _rows(tables, indices)))
+
+    def run(floats: Any) -> Any:
+      queries, rows = rebuild(floats)
+      return body(queries, rows, indices >= 0)
+
+    _, vjp = jax.vjp(run, floats)
     d_queries, d_rows = vjp(cotangent)[0]
     return _scatter_add(d_tables, indices, d_rows), d_queries
 
@@ -250,12 +252,15 @@ def _rows(tables: Any, indices: jax.Array) -> Any:
   """The rows that indices name, zeros for -1."""
 
   def rows(table: jax.Array) -> jax.Array:
-    take = jax.vmap(lambda t, i: t.at[i].get(mode="promise_in_bounds"))
-    taken = take(table, jnp.maximum(indices, 0))
+    taken = jax.vmap(_take)(table, jnp.maximum(indices, 0))
     valid = indices.reshape(*indices.shape, *[1] * (table.ndim - 2)) >= 0
     return jnp.where(valid, taken, 0)
 
   return jax.tree.map(rows, tables)
+
+
+def _take(table: jax.Array, indices: jax.Array) -> jax.Array:
+  return table.at[indices].get(mode="promise_in_bounds")
 
 
 def _scatter_add(sums: Any, indices: jax.Array, rows: Any) -> Any:

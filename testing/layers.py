@@ -41,13 +41,11 @@ def layer(
   """
   config = random_layer.CONFIG._replace(**changes)
   numbers = random_layer.random_layer(seed, config, batch=batch, length=length)
+  indexer = dsa.IndexerParams(*(jnp.asarray(w, dtype) for w in numbers.indexer))
+  weights_proj = jnp.asarray(numbers.indexer.weights_proj, jnp.float32)
   params = dsa.DSAParams(
     dsa.MLAParams(*(jnp.asarray(w, dtype) for w in numbers.mla)),
-    dsa.IndexerParams(*(jnp.asarray(w, dtype) for w in numbers.indexer)),
-  )
-  weights_proj = jnp.asarray(numbers.indexer.weights_proj, jnp.float32)
-  params = params._replace(
-    indexer=params.indexer._replace(weights_proj=weights_proj)
+    indexer._replace(weights_proj=weights_proj),
   )
   return Layer(
     library_config(config),

@@ -46,6 +46,15 @@ from dsa.selection import Selection
 
 BackendFactory = Callable[[], Backend]
 
+_AXES: Mapping[str, str] = {
+  "q_nope": "B T N P",
+  "q_rope": "B T N R",
+  "kv_latent": "B S C",
+  "k_rope": "B S R",
+  "w_uk": "C N P",
+  "w_uv": "C N V",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class KernelBackend:
@@ -83,15 +92,7 @@ def check_inputs(inputs: MLAInputs, selection: Selection) -> Mapping[str, int]:
     TypeError: If a dtype is not of its kind.
   """
   sizes: dict[str, int] = {}
-  axes = MLAInputs(
-    q_nope="B T N P",
-    q_rope="B T N R",
-    kv_latent="B S C",
-    k_rope="B S R",
-    w_uk="C N P",
-    w_uv="C N V",
-  )
-  for name, letters in axes._asdict().items():
+  for name, letters in _AXES.items():
     array = getattr(inputs, name)
     sizes = check_shape(name, array, letters, **sizes)
     check_dtype(name, array, jnp.floating)

@@ -32,6 +32,7 @@ from dsa.backends import masking
 from dsa.backends.contract import check_inputs
 from dsa.selection import Selection
 
+Implementation = tokamax.DotProductAttentionImplementation
 SplashConfig = splash.SplashConfig
 QKVLayout = splash.QKVLayout
 
@@ -53,7 +54,7 @@ _LARGEST_BLOCK_BYTES = 1024
 def tokamax_flash(
   *,
   splash_config: SplashConfig | None = None,
-  implementation: str | Sequence[str] | None = None,
+  implementation: Implementation | Sequence[Implementation] | None = None,
 ) -> mla.Backend:
   """Makes the tokamax backend.
 
@@ -90,11 +91,18 @@ def tokamax_flash(
   # Compiled, so that without an outer jit too the platform is that on which
   # the arrays are, not the default one.
   @functools.partial(jax.jit, static_argnames="scale")
-  def kernel(q, k, v, mask, *, scale):
-    def on_tpu(*operands):
+  def kernel(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    *,
+    scale: float,
+  ) -> jax.Array:
+    def on_tpu(*operands: jax.Array) -> jax.Array:
       return _splash_attention(*operands, scale=scale, config=splash_config)
 
-    def elsewhere(*operands):
+    def elsewhere(*operands: jax.Array) -> jax.Array:
       return _dot_product_attention(
         *operands, scale=scale, implementation=implementation
       )
@@ -175,7 +183,7 @@ def _dot_product_attention(
   mask: jax.Array,
   *,
   scale: float,
-  implementation: str | Sequence[str] | None,
+  implementation: Implementation | Sequence[Implementation] | None,
 ) -> jax.Array:
   """Tokamax's own choice; q [B,T,N,P+R], k, v, mask [B,T,S] to [B,T,N,V]."""
   return tokamax.dot_product_attention(
@@ -239,7 +247,7 @@ def _splash_attention(
     x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0)))
     return einops.rearrange(x, "b s n d -> b n s d")
 
-  def attend_element(element):
+  def attend_element(element: tuple[jax.Array, ...]) -> jax.Array:
     return _splash_element(config, *element)
 
   # A loop, for the elements differ in the number of blocks to visit.
@@ -279,12 +287,20 @@ def _splash_element(
     return _splash_kernel(config, mask)(q, k, v)
 
 
-def _splash_element_fwd(config, q, k, v, mask):
+def _splash_element_fwd(
+  config: SplashConfig,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  mask: jax.Array,
+) -> tuple[jax.Array, Any]:
   with _kernel_precision(q.dtype):
     return jax.vjp(_splash_kernel(config, mask), q, k, v)
 
 
-def _splash_element_bwd(config, pullback, cotangent):
+def _splash_element_bwd(
+  config: SplashConfig, pullback: Any, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None]:
   del config
   with _kernel_precision(cotangent.dtype):
     return *pullback(cotangent), None

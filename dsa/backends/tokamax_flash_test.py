@@ -21,6 +21,7 @@ from dsa.backends.tokamax_flash import (
 )
 from dsa.conformance_cases import Case, random_case, reference
 from dsa.mla import MLAInputs
+from dsa.selection import Selection
 from testing import tolerances
 
 _SCALE = 0.4
@@ -83,17 +84,30 @@ class DotProductAttentionTest(conformance.BackendConformanceTest):
     return backends.tokamax_flash()
 
 
+_BACKENDS = {
+  "dot_product": backends.dot_product(),
+  "elsewhere": backends.tokamax_flash(),
+  "splash": _splash(),
+}
+
+
 class AgainstDotProductTest(parameterized.TestCase):
   @parameterized.product(
-    backend=(_splash(), backends.tokamax_flash()),
-    length=(128, 512),
-    topk=(4, 32, 512),
+    name=("splash", "elsewhere"), length=(128, 512), topk=(4, 32, 512)
   )
-  def test_agrees_with_dot_product(self, backend, length, topk):
-    case = _long_case(0, T=length, S=length, topk=topk).arguments()
-    _assert_close(
-      _answer(backend, *case), _answer(backends.dot_product(), *case)
+  def test_agrees_with_dot_product(self, name, length, topk):
+    case = _long_case(0, T=length, S=length, topk=topk)
+    inputs, selection, cotangent = case.arguments()
+    # One width, so that one program serves every topk.
+    missing = length - selection.indices.shape[-1]
+    indices = jnp.pad(
+      selection.indices, ((0, 0), (0, 0), (0, missing)), constant_values=-1
     )
+    actual, wanted = (
+      _answer(_BACKENDS[key], inputs, Selection(indices), cotangent)
+      for key in (name, "dot_product")
+    )
+    _assert_close(actual, wanted)
 
 
 class BlocksTest(parameterized.TestCase):
@@ -202,18 +216,16 @@ def _same(function):
 def _vmap_of_grad(function):
   return jax.vmap(jax.grad(function))
 
-  @parameterized.named_parameters(
-    ("splash", _splash()), ("elsewhere", backends.tokamax_flash())
-  )
-  def test_queries_of_a_narrower_dtype_give_it_to_the_output(self, backend):
+  @parameterized.parameters("splash", "elsewhere")
+  def test_queries_of_a_narrower_dtype_give_it_to_the_output(self, name):
     inputs, selection, _ = random_case(1).arguments()
     narrow = inputs._replace(
       q_nope=inputs.q_nope.astype(jnp.bfloat16),
       q_rope=inputs.q_rope.astype(jnp.bfloat16),
     )
-    out = backend(narrow, selection, scale=_SCALE)
+    out = _BACKENDS[name](narrow, selection, scale=_SCALE)
     self.assertEqual(out.dtype, jnp.bfloat16)
-    wanted = backends.dot_product()(inputs, selection, scale=_SCALE)
+    wanted = _BACKENDS["dot_product"](inputs, selection, scale=_SCALE)
     tolerances.assert_output_close(out, wanted, "bfloat16")
 
 
@@ -273,7 +285,7 @@ class OptionsTest(parameterized.TestCase):
       )
 
   @parameterized.product(
-    length=(1, 128, 129, 512, 513, 1100, 4096, 4097, 70001),
+    length=(1, 129, 512, 513, 4096, 70001),
     dtype=("float32", "bfloat16"),
   )
   def test_default_blocks_pad_little(self, length, dtype):

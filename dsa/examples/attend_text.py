@@ -269,7 +269,7 @@ def _default_text() -> tuple[Path, str]:
   # Beside an installed package lies what other packages left there.
   if readme.is_file() and readme.read_bytes().startswith(b"# dsa"):
     return readme, readme.name
-  report.progress("no README is installed with the package; its source is text")
+  report.progress("no README is installed with the package: taking its source")
   return Path(dsa.__file__).parent / "mla.py", "dsa/mla.py"
 
 

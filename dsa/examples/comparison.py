@@ -170,8 +170,11 @@ def _measure(
   start = time.perf_counter()
   compiled = compile_layer(backend, config, params, x)
   compile_s = time.perf_counter() - start
-  report.progress(f"{name}: timing ...")
+  report.progress(f"{name}: running ...")
+  start = time.perf_counter()
   result = report.wait_for(compiled(params, x))
+  first = report.format_seconds(time.perf_counter() - start)
+  report.progress(f"{name}: timing, the first run took {first} ...")
   median_s = report.median_seconds(
     lambda: compiled(params, x), budget_s=_TIMING_BUDGET_S
   )

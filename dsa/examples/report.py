@@ -6,11 +6,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-
-Arrays = TypeVar("Arrays")
 
 
 def progress(message: str) -> None:
@@ -18,7 +16,7 @@ def progress(message: str) -> None:
   print(message, file=sys.stderr, flush=True)
 
 
-def wait_for(arrays: Arrays) -> Arrays:
+def wait_for[Arrays](arrays: Arrays) -> Arrays:
   """Returns a tree of arrays once their values are there."""
   return jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
 

@@ -43,14 +43,14 @@ def check_path(path: Path) -> None:
     ValueError: If the suffix names no picture format.
     OSError: If the folder is missing or the path is a folder.
   """
-  canvas = require_matplotlib().figure.Figure().canvas
-  formats = sorted(canvas.get_supported_filetypes())
-  if path.suffix.lower().removeprefix(".") not in formats:
-    raise ValueError(f"the name must end in one of {', '.join(formats)}")
   if path.is_dir():
     raise IsADirectoryError("it is a directory")
   if not path.parent.is_dir():
     raise FileNotFoundError(f"there is no directory {path.parent}")
+  canvas = require_matplotlib().figure.Figure().canvas
+  formats = sorted(canvas.get_supported_filetypes())
+  if path.suffix.lower().removeprefix(".") not in formats:
+    raise ValueError(f"the name must end in one of {', '.join(formats)}")
 
 
 def selected_share(indices: np.ndarray, cell: int) -> np.ndarray:

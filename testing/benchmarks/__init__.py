@@ -1,0 +1,1 @@
+"""Programs that measure the library; nothing here is timed in a test."""
