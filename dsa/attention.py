@@ -143,6 +143,10 @@ def make_attention(
     ValueError: If `stage` is unknown or `query_chunk_size` below 1.
     TypeError: If `query_chunk_size` is not an integer.
   """
+  if not callable(backend):
+    raise TypeError(
+      f"backend must be a function, such as gather() makes, got {backend!r}"
+    )
   if stage not in _STAGES:
     raise ValueError(f"stage must be one of {_STAGES}, got {stage!r}")
   if query_chunk_size is not None:
@@ -164,7 +168,7 @@ def make_attention(
     else:
       selection = _visible_part(selection, tokens)
     indexer = params.indexer if indexer_loss else None
-    out, divergences = streaming.map_query_chunks(
+    out, divergences = streaming.map_chunks(
       functools.partial(_attend_chunk, options),
       (params.mla, indexer),
       _keys(params.mla, indexer, tokens, config),
@@ -190,7 +194,7 @@ def select(
   index_keys = indexer_lib.index_keys(
     weights[1], tokens.x, tokens.positions, config
   )
-  indices = streaming.map_query_chunks(
+  indices = streaming.map_chunks(
     functools.partial(_select_chunk, config, tokens.order.shape[1]),
     weights,
     (index_keys, tokens.segment_ids),
@@ -317,10 +321,9 @@ def _all_visible(tokens: _Tokens, key_segment_ids: jax.Array) -> Selection:
 
 def _visible_part(selection: Selection, tokens: _Tokens) -> Selection:
   """A given selection without what its queries may not see."""
-  indices = selection.indices
   batch, queries = tokens.order.shape
-  check_shape("selection.indices", indices, "B T K", B=batch, T=queries)
-  check_dtype("selection.indices", indices, jnp.integer)
+  selection_lib.check_selection(selection, B=batch, T=queries)
+  indices = selection.indices
   key_ids = jax.vmap(lambda ids, i: ids[i])(
     tokens.segment_ids, jnp.clip(indices, 0, queries - 1)
   )
@@ -360,6 +363,8 @@ def _tokens(
   """Checks what was passed and fills in the defaults."""
   sizes = check_shape("x", x, "B T E", E=config.hidden_size)
   check_dtype("x", x, jnp.floating)
+  if 0 in x.shape:
+    raise ValueError(f"x must hold at least one token, got shape {x.shape}")
   for name, array in (("positions", positions), ("segment_ids", segment_ids)):
     if array is not None:
       check_shape(name, array, "B T", B=sizes["B"], T=sizes["T"])

@@ -78,7 +78,7 @@ def members(words: jax.Array, *, width: int) -> jax.Array:
   sizes = size(words)
   upto = jnp.cumsum(sizes, axis=-1, dtype=jnp.int32)
   order = jnp.arange(width, dtype=jnp.int32)
-  flat = upto.reshape(-1, upto.shape[-1])
+  flat = einops.rearrange(upto, "... w -> (...) w")
   word = jax.vmap(lambda row: jnp.searchsorted(row, order, side="right"))(flat)
   word = word.reshape(*upto.shape[:-1], width).astype(jnp.int32)
   inside = jnp.minimum(word, words.shape[-1] - 1)

@@ -11,6 +11,8 @@ are detached: the indexer learns from its own loss, which reaches nothing else.
 Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1, equation 1.
 """
 
+import math
+
 import einops
 import jax
 import jax.numpy as jnp
@@ -20,9 +22,10 @@ from dsa.checks import check_dtype, check_shape
 from dsa.config import DSAConfig
 from dsa.params import IndexerParams
 
-# Rows (queries times heads) of one product of scores: enough to fill a matrix
-# unit when queries are few, without holding every head's scores when many.
-_ROWS = 512
+# Products of an index query and an index key that are held at once: few enough
+# to stay in a cache between the product and the sum over heads.
+_PRODUCTS = 1 << 21
+_FEWEST_KEYS = 128
 
 
 def index_queries(
@@ -114,8 +117,8 @@ def weighted_relu_scores(
 ) -> jax.Array:
   """Scores every key for every query: sum_i w_i relu(q_i . k).
 
-  Heads are added in order, one by one, so the sum does not depend on how many
-  of them share a matrix product.
+  Heads are added one by one, in order; keys are taken in tiles, so that no
+  head's [B, T, S] is ever held.
 
   Args:
     q: Index queries [B, T, I, D].
@@ -130,28 +133,34 @@ def weighted_relu_scores(
     TypeError: If the weights are not float32.
   """
   sizes = check_shape("q", q, "B T I D")
-  sizes = check_shape("k", k, "B S D", B=sizes["B"], D=sizes["D"])
-  batch, queries, heads = q.shape[:3]
-  check_shape("weights", weights, "B T I", B=batch, T=queries, I=heads)
+  check_shape("k", k, "B S D", B=sizes["B"], D=sizes["D"])
+  del sizes["D"]
+  check_shape("weights", weights, "B T I", **sizes)
   check_dtype("weights", weights, jnp.float32)
-  group = _heads_per_product(heads, rows=batch * queries)
-  q = einops.rearrange(q, "B T (outer I) D -> outer I B T D", I=group)
-  weights = einops.rearrange(weights, "B T (outer I) -> outer I B T 1", I=group)
+  rows = max(math.prod(sizes.values()), 1)
+  fitting = max(_PRODUCTS // rows, _FEWEST_KEYS)
+  by_key = streaming.map_chunks(
+    _score_tile,
+    (q, weights),
+    None,
+    k,
+    chunk_size=1 << (fitting.bit_length() - 1),
+    causal=False,
+  )
+  return einops.rearrange(by_key, "B S T -> B T S")
 
-  @jax.checkpoint  # Else autodiff keeps each head's [B, T, S].
-  def add_heads(
-    scores: jax.Array, heads: tuple[jax.Array, jax.Array]
-  ) -> tuple[jax.Array, None]:
-    q, weights = heads
-    logits = jnp.einsum(
-      "ibtd,bsd->ibts", q, k, preferred_element_type=jnp.float32
-    )
-    for i in range(group):
-      scores += weights[i] * jax.nn.relu(logits[i])
-    return scores, None
 
-  zeros = jnp.zeros((batch, queries, sizes["S"]), jnp.float32)
-  return jax.lax.scan(add_heads, zeros, (q, weights))[0]
+def _score_tile(
+  queries: tuple[jax.Array, jax.Array], keys: None, k: jax.Array
+) -> jax.Array:
+  """([B, T, I, D], [B, T, I]) and a tile of keys [B, S, D] to [B, S, T]."""
+  del keys
+  q, weights = queries
+  dots = jnp.einsum("btid,bsd->bits", q, k, preferred_element_type=jnp.float32)
+  scores = jnp.zeros(dots[:, 0].shape, jnp.float32)
+  for i in range(q.shape[2]):
+    scores += weights[:, :, i, None] * jax.nn.relu(dots[:, i])
+  return einops.rearrange(scores, "B T S -> B S T")
 
 
 def selected_scores(
@@ -226,9 +235,3 @@ def _rotate(x: jax.Array, positions: jax.Array, config: DSAConfig) -> jax.Array:
   )
   turned = turn(x[..., : config.qk_rope_head_dim], positions, config.rope)
   return jnp.concatenate((turned, x[..., config.qk_rope_head_dim :]), axis=-1)
-
-
-def _heads_per_product(heads: int, *, rows: int) -> int:
-  """The largest divisor of `heads` that keeps a product near `_ROWS` rows."""
-  most = max(_ROWS // max(rows, 1), 1)
-  return max(g for g in range(1, heads + 1) if heads % g == 0 and g <= most)

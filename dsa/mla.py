@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 
 from dsa import norms, rope
-from dsa.checks import check_dtype, check_shape
+from dsa.checks import check_shape
 from dsa.config import DSAConfig
 from dsa.params import MLAParams
-from dsa.selection import Selection
+from dsa.selection import Selection, check_selection
 from dsa.softmax import masked_softmax
 
 
@@ -280,10 +280,7 @@ def sparse_mla(
   sizes = check_shape("x", x, "B T E", E=config.hidden_size)
   batch, queries = sizes["B"], sizes["T"]
   check_shape("positions", positions, "B T", B=batch, T=queries)
-  check_shape(
-    "selection.indices", selection.indices, "B T K", B=batch, T=queries
-  )
-  check_dtype("selection.indices", selection.indices, jnp.integer)
+  check_selection(selection, B=batch, T=queries)
   q_latent = query_latent(params, x, config)
   q_nope, q_rope = mla_queries(params, q_latent, positions, config)
   kv_latent, k_rope = kv_latents(params, x, positions, config)

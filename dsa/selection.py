@@ -65,6 +65,30 @@ class Selection(NamedTuple):
     )
 
 
+def check_selection(selection: Selection, **sizes: int) -> dict[str, int]:
+  """Checks what was passed as a selection.
+
+  Args:
+    selection: The selected keys.
+    **sizes: Known sizes of B, T and K.
+
+  Returns:
+    `sizes` with those of the selection added.
+
+  Raises:
+    TypeError: If it is not a `Selection` of integers.
+    ValueError: If a size differs.
+  """
+  if not isinstance(selection, Selection):
+    raise TypeError(
+      f"selection must be a Selection, got {type(selection).__name__}"
+    )
+  indices = selection.indices
+  sizes = check_shape("selection.indices", indices, "B T K", **sizes)
+  check_dtype("selection.indices", indices, jnp.integer)
+  return sizes
+
+
 def visible_mask(
   query_segment_ids: jax.Array,
   key_segment_ids: jax.Array,

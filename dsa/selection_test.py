@@ -77,10 +77,11 @@ class TopkTest(parameterized.TestCase):
       _topk_indices(scores, k, allowed), np.full((1, k), -1)
     )
 
-  def test_what_is_not_allowed_is_never_selected(self):
+  @parameterized.parameters((2, [1, 4]), (3, [1, 3, 4]), (4, [1, 3, 4, -1]))
+  def test_what_is_not_allowed_is_never_selected(self, k, wanted):
     scores = jnp.array([[np.inf, -5.0, 9.0, np.nan, -6.0]])
     allowed = jnp.array([[False, True, False, True, True]])
-    np.testing.assert_array_equal(_topk_indices(scores, 2, allowed), [[1, 4]])
+    np.testing.assert_array_equal(_topk_indices(scores, k, allowed), [wanted])
 
   def test_fewer_allowed_than_k_are_all_selected(self):
     allowed = jnp.array([[False, True, False, True, False, False]])
@@ -202,6 +203,33 @@ class SelectionTest(parameterized.TestCase):
   def test_what_are_no_indices_is_named(self, indices, wanted):
     with self.assertRaisesRegex(TypeError, f"^{wanted}$"):
       Selection(indices).mask(4)
+
+
+class CheckSelectionTest(parameterized.TestCase):
+  def test_adds_its_sizes_to_those_given(self):
+    selected = Selection(jnp.zeros((2, 3, 4), jnp.int32))
+    self.assertEqual(
+      selection.check_selection(selected, B=2, S=9),
+      {"B": 2, "T": 3, "K": 4, "S": 9},
+    )
+
+  @parameterized.parameters(
+    (np.zeros((2, 3, 4), np.int32), "selection must be a Selection, got nd"),
+    (None, "selection must be a Selection, got NoneType"),
+    (Selection(np.zeros((2, 3, 4))), "selection.indices must be of dtype int"),
+    (Selection([[[0]]]), "selection.indices must be an array, got list"),
+  )
+  def test_what_is_no_selection_is_named(self, selected, wanted):
+    with self.assertRaisesRegex(TypeError, f"^{wanted}"):
+      selection.check_selection(selected)
+
+  def test_other_sizes_are_named(self):
+    selected = Selection(jnp.zeros((2, 3, 4), jnp.int32))
+    with self.assertRaisesRegex(
+      ValueError,
+      r"^selection.indices must have shape \[B, T=5, K\], got \(2, 3, 4\)$",
+    ):
+      selection.check_selection(selected, T=5)
 
 
 class VisibleMaskTest(parameterized.TestCase):

@@ -1,9 +1,10 @@
-"""The loop over chunks of queries, written once.
+"""The loops over chunks of tokens and over gathered rows, each written once.
 
-    out[chunk] = body(weights, keys, queries[chunk])       for each chunk
+    out[chunk] = body(weights, keys, tokens[chunk])        map_chunks
+    out[block] = body(tokens[block], table[indices[block]])    map_gathered
 
 Nothing but the inputs is kept for the backward pass: it runs `body` again,
-chunk by chunk, and adds the gradients of weights and keys up in float32, so
+chunk by chunk, and adds the gradients of what chunks share up in float32, so
 that memory does not grow with the number of chunks and sums of bfloat16
 gradients do not lose their small terms.
 
@@ -30,7 +31,7 @@ _GATHERED_BYTES = 4 << 20
 Body = Callable[[Any, Any, Any], Any]
 
 
-def map_query_chunks(
+def map_chunks(
   body: Body,
   weights: Any,
   keys: Any,
@@ -39,12 +40,12 @@ def map_query_chunks(
   chunk_size: int,
   causal: bool,
 ) -> Any:
-  """Applies a function to queries chunk by chunk.
+  """Applies a function to tokens, most often queries, chunk by chunk.
 
   Args:
     body: Called with (weights, keys, queries of the chunk), returns a tree of
       arrays [B, chunk_size, ...]. It sees zeros for the queries that fill up
-      the last chunk.
+      the last chunk. A single chunk is given as it is.
     weights: A tree that each chunk sees whole.
     keys: A tree of arrays [B, S, ...]. In causal order a chunk may see no more
       of them than those up to the last query of its group.
@@ -183,7 +184,7 @@ def gathered_block_size(tables: Any, indices: jax.Array) -> int:
     math.prod(table.shape[2:]) * table.dtype.itemsize
     for table in jax.tree.leaves(tables)
   )
-  fitting = _GATHERED_BYTES // (batch * keys * row_bytes)
+  fitting = _GATHERED_BYTES // max(batch * keys * row_bytes, 1)
   return max(min(fitting, queries), 1)
 
 

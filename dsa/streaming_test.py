@@ -39,12 +39,12 @@ def _value(run, weights, keys, x, order):
   return jnp.sum(jnp.sin(out)) + jnp.sum(squares)
 
 
-class MapQueryChunksTest(parameterized.TestCase):
+class MapChunksTest(parameterized.TestCase):
   @parameterized.product(chunk_size=(1, 5, 8, 36, 37, 64), causal=(True, False))
   def test_outputs_do_not_depend_on_the_chunks(self, chunk_size, causal):
     weights, keys, queries = _inputs()
     whole = _attend(weights, keys, queries)
-    chunked = streaming.map_query_chunks(
+    chunked = streaming.map_chunks(
       _attend, weights, keys, queries, chunk_size=chunk_size, causal=causal
     )
     for actual, wanted in zip(chunked, whole, strict=True):
@@ -54,7 +54,7 @@ class MapQueryChunksTest(parameterized.TestCase):
   def test_gradients_are_those_of_autodiff(self, chunk_size, causal):
     weights, keys, (x, order) = _inputs()
     run = functools.partial(
-      streaming.map_query_chunks, _attend, chunk_size=chunk_size, causal=causal
+      streaming.map_chunks, _attend, chunk_size=chunk_size, causal=causal
     )
     arguments = weights, keys, x, order
     wanted = jax.grad(functools.partial(_value, _attend), (0, 1, 2))(*arguments)
@@ -72,7 +72,7 @@ class MapQueryChunksTest(parameterized.TestCase):
       return queries
 
     x = jnp.zeros((1, 160, 1))
-    streaming.map_query_chunks(record, None, x, x, chunk_size=10, causal=True)
+    streaming.map_chunks(record, None, x, x, chunk_size=10, causal=True)
     # Eight groups of two chunks: 20, 40, ..., 160 keys.
     self.assertEqual(lengths, list(range(20, 161, 20)))
     pairs = sum(2 * 10 * length for length in lengths)
@@ -83,7 +83,7 @@ class MapQueryChunksTest(parameterized.TestCase):
     weight = jnp.ones((1,), jnp.bfloat16)
     x = jnp.ones((1, 1000, 1), jnp.bfloat16)
     run = functools.partial(
-      streaming.map_query_chunks,
+      streaming.map_chunks,
       lambda weight, keys, x: weight * x + keys[:, :1],
       chunk_size=1,
       causal=False,
@@ -97,7 +97,7 @@ class MapQueryChunksTest(parameterized.TestCase):
   def test_backward_keeps_no_more_than_the_inputs(self):
     weights, keys, (x, order) = _inputs(batch=1, length=64)
     _, pullback = jax.vjp(
-      lambda x: streaming.map_query_chunks(
+      lambda x: streaming.map_chunks(
         _attend, weights, keys, (x, order), chunk_size=8, causal=True
       ),
       x,

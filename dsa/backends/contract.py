@@ -42,7 +42,7 @@ import jax.numpy as jnp
 
 from dsa.checks import check_dtype, check_shape
 from dsa.mla import Backend, MLAInputs
-from dsa.selection import Selection
+from dsa.selection import Selection, check_selection
 
 BackendFactory = Callable[[], Backend]
 
@@ -96,7 +96,4 @@ def check_inputs(inputs: MLAInputs, selection: Selection) -> Mapping[str, int]:
     array = getattr(inputs, name)
     sizes = check_shape(name, array, letters, **sizes)
     check_dtype(name, array, jnp.floating)
-  indices = selection.indices
-  sizes = check_shape("selection.indices", indices, "B T K", **sizes)
-  check_dtype("selection.indices", indices, jnp.integer)
-  return sizes
+  return check_selection(selection, **sizes)

@@ -42,14 +42,18 @@ def gather(*, block_size: int | None = None) -> mla.Backend:
   if block_size is not None:
     block_size = check_count("block_size", block_size)
 
-  def with_probs(
-    inputs: mla.MLAInputs, selection: Selection, *, scale: float
-  ) -> tuple[jax.Array, jax.Array]:
+  def run(
+    inputs: mla.MLAInputs,
+    selection: Selection,
+    *,
+    scale: float,
+    keep_probs: bool,
+  ) -> tuple[jax.Array, ...]:
     contract.check_inputs(inputs, selection)
     inputs, poisoned = masking.isolate_nonfinite(inputs, selection)
     tables = inputs.kv_latent, inputs.k_rope
-    out_latent, probs = streaming.map_gathered(
-      functools.partial(_attend_block, scale),
+    out_latent, *probs = streaming.map_gathered(
+      functools.partial(_attend_block, scale, keep_probs),
       tables,
       selection.indices,
       (mla.absorb_queries(inputs), inputs.q_rope),
@@ -57,12 +61,18 @@ def gather(*, block_size: int | None = None) -> mla.Backend:
       or streaming.gathered_block_size(tables, selection.indices),
     )
     out = mla.expand_values(out_latent, inputs.w_uv)
-    return masking.finish(out, selection, poisoned), probs
+    return masking.finish(out, selection, poisoned), *probs
+
+  def with_probs(
+    inputs: mla.MLAInputs, selection: Selection, *, scale: float
+  ) -> tuple[jax.Array, jax.Array]:
+    out, probs = run(inputs, selection, scale=scale, keep_probs=True)
+    return out, probs
 
   def attend(
     inputs: mla.MLAInputs, selection: Selection, *, scale: float
   ) -> jax.Array:
-    return with_probs(inputs, selection, scale=scale)[0]
+    return run(inputs, selection, scale=scale, keep_probs=False)[0]
 
   return contract.KernelBackend(
     attend, with_probs=with_probs, reads_all_keys=False
@@ -71,21 +81,23 @@ def gather(*, block_size: int | None = None) -> mla.Backend:
 
 def _attend_block(
   scale: float,
+  keep_probs: bool,
   queries: tuple[jax.Array, jax.Array],
   rows: tuple[jax.Array, jax.Array],
   valid: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
   """Attends from a block of queries to their rows.
 
   Args:
     scale: Multiplies the logits.
+    keep_probs: Whether to return the probabilities' mean.
     queries: [B, T, N, C] against the latent, and [B, T, N, R].
     rows: [B, T, K, C] latents, and [B, T, K, R] rope keys.
     valid: bool [B, T, K].
 
   Returns:
-    [B, T, N, C], the attended latents; float32 [B, T, K], the probabilities'
-    mean over heads, detached.
+    [B, T, N, C], the attended latents; if asked for, float32 [B, T, K], the
+    probabilities' mean over heads, detached.
   """
   (q_latent, q_rope), (latent, k_rope) = queries, rows
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -93,5 +105,7 @@ def _attend_block(
   logits += dot("btnr,btkr->btnk", q_rope, k_rope)
   probs = masked_softmax(scale * logits, valid[:, :, None])
   out = dot("btnk,btkc->btnc", probs.astype(latent.dtype), latent)
-  mean = jnp.mean(jax.lax.stop_gradient(probs), axis=2)
-  return out.astype(q_latent.dtype), mean
+  out = out.astype(q_latent.dtype)
+  if not keep_probs:
+    return (out,)
+  return out, jnp.mean(jax.lax.stop_gradient(probs), axis=2)

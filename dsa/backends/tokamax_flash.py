@@ -16,7 +16,6 @@ no public name for its dynamic-mask form.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import einops
@@ -32,7 +31,6 @@ from dsa.backends import masking
 from dsa.backends.contract import check_inputs
 from dsa.selection import Selection
 
-Implementation = tokamax.DotProductAttentionImplementation
 SplashConfig = splash.SplashConfig
 QKVLayout = splash.QKVLayout
 
@@ -54,7 +52,7 @@ _LARGEST_BLOCK_BYTES = 1024
 def tokamax_flash(
   *,
   splash_config: SplashConfig | None = None,
-  implementation: Implementation | Sequence[Implementation] | None = None,
+  implementation: Any = None,
 ) -> mla.Backend:
   """Makes the tokamax backend.
 
@@ -183,7 +181,7 @@ def _dot_product_attention(
   mask: jax.Array,
   *,
   scale: float,
-  implementation: Implementation | Sequence[Implementation] | None,
+  implementation: Any,
 ) -> jax.Array:
   """Tokamax's own choice; q [B,T,N,P+R], k, v, mask [B,T,S] to [B,T,N,V]."""
   return tokamax.dot_product_attention(

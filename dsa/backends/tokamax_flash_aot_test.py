@@ -81,8 +81,8 @@ class TokamaxFlashAotTest(parameterized.TestCase):
     lowered = jax.jit(jax.value_and_grad(_loss)).lower(*arguments)
     compiled = lowered.compile()
     program = compiled.as_text()
-    self.assertRegex(program, r"custom-call.*splash_mha_fwd_residuals")
-    self.assertRegex(program, r"custom-call.*splash_mha_dkv")
+    self.assertRegex(program, r"splash_mha_fwd_residuals.*tpu_custom_call")
+    self.assertRegex(program, r"splash_mha_dkv.*tpu_custom_call")
     memory = compiled.memory_analysis().temp_size_in_bytes
     logging.info("%s, %s: %d bytes", topology, dtype, memory)
     self.assertLess(memory, _LOGITS_BYTES / 2)
@@ -90,7 +90,7 @@ class TokamaxFlashAotTest(parameterized.TestCase):
   def test_forward_alone_compiles(self):
     arguments = _abstract_arguments("v5e:2x2", "bfloat16")
     program = jax.jit(_forward).lower(*arguments).compile().as_text()
-    self.assertRegex(program, r"custom-call.*splash_mha_fwd_no_residuals")
+    self.assertRegex(program, r"splash_mha_fwd_no_residuals.*tpu_custom_call")
 
 
 if __name__ == "__main__":

@@ -37,14 +37,14 @@ _TEXT = flags.DEFINE_string(
 )
 _SEQ_LEN = flags.DEFINE_integer(
   "seq_len",
-  1024,
+  512,
   "Tokens (bytes) to read; fewer where the text is shorter.",
   lower_bound=1,
   upper_bound=_LARGEST,
 )
 _TOPK = flags.DEFINE_integer(
   "topk",
-  128,
+  64,
   "Keys that each query selects.",
   lower_bound=1,
   upper_bound=_LARGEST,

@@ -85,7 +85,7 @@ class AttendTextTest(parameterized.TestCase):
     )
     self.assertEqual(status, 0)
     self.assertIn("all 90 bytes", out)
-    self.assertIn("shorter than --seq_len 1,024", out)
+    self.assertIn("shorter than --seq_len 512", out)
     self.assertIn("every visible key", out)
     self.assertIn("100.0%", out)
 
