@@ -141,7 +141,7 @@ def make_attention(
 
   Raises:
     ValueError: If `stage` is unknown or `query_chunk_size` below 1.
-    TypeError: If `query_chunk_size` is not an integer.
+    TypeError: If `backend` is not a function or `query_chunk_size` no integer.
   """
   if not callable(backend):
     raise TypeError(

@@ -366,6 +366,17 @@ class ErrorTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, "params must be DSAParams"):
       self.call(params=make(19).params._asdict())
 
+  @parameterized.parameters("B", "T")
+  def test_no_tokens(self, axis):
+    x = jnp.ones((0, 12, 24) if axis == "B" else (2, 0, 24))
+    with self.assertRaisesRegex(ValueError, "x must hold at least one token"):
+      self.call(x=x)
+
+  @parameterized.parameters("gather", None)
+  def test_a_backend_that_is_no_function(self, backend):
+    with self.assertRaisesRegex(TypeError, "backend must be a function"):
+      dsa.make_attention(make(19).config, backend=backend)
+
   def test_neither_indexer_nor_selection(self):
     params = make(19).params._replace(indexer=None)
     with self.assertRaisesRegex(ValueError, "selection is required"):

@@ -220,12 +220,10 @@ class BackendConformanceTest(parameterized.TestCase):
     self.assert_conforms(case, "takes -1 for a key")
 
   def test_minus_one_before_the_keys(self):
-    case = random_case(6)
+    case, fault = random_case(6), "takes -1 for a key, or for the end"
     indices = case.selection().indices
     indices = jnp.concatenate((jnp.full_like(indices, -1), indices), axis=-1)
-    self.assert_conforms(
-      case, "takes -1 for a key", selection=Selection(indices)
-    )
+    self.assert_conforms(case, fault, selection=Selection(indices))
 
   def test_minus_one_never_reads_the_last_row(self):
     case = random_case(7, topk=random_counts(7, most=4))

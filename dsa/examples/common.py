@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import jax
 from absl import flags, logging
 
 from dsa.examples import report
@@ -80,6 +81,7 @@ def reported_as(what: str) -> Iterator[None]:
   except OSError as error:
     raise InputError(f"{what}: {error.strerror or error}") from error
   except (
+    jax.errors.JaxRuntimeError,  # Out of memory, as a rule.
     ValueError,
     ModuleNotFoundError,
     MemoryError,

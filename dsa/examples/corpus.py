@@ -1,4 +1,4 @@
-"""Text to train on: the bytes of a file, of a folder, or of Python's sources."""
+"""Text to train on: a file, a folder, or the sources of Python, as bytes."""
 
 import hashlib
 import os
@@ -34,7 +34,7 @@ class Corpus(NamedTuple):
     """A fingerprint of both parts."""
     digest = hashlib.sha256(self.train.tobytes())
     digest.update(self.held_out.tobytes())
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 def read_corpus(path: Path | None, *, seq_len: int, seed: int) -> Corpus:

@@ -6,12 +6,12 @@
       x += gelu(RMSNorm(x) w_up) w_down
     logits = RMSNorm(x) head
 
-Layers are stacked along a first axis and run by a scan. Indexers lie in a tree of
-their own, beside the decoder's: what trains the one leaves the other alone.
+Layers are stacked along a first axis and run by a scan. Indexers lie in a tree
+of their own, beside the decoder's: what trains one leaves the other alone.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -142,7 +142,7 @@ def init_decoder(
     final_norm=jnp.ones(embed),
     head=matrix(keys[4], embed, NUM_BYTES),
   )
-  return decoder, attention.indexer
+  return decoder, cast(Indexers, attention.indexer)
 
 
 def apply_decoder(

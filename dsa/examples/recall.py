@@ -18,8 +18,8 @@ import dsa
 from dsa import mla
 
 
-class Recall(NamedTuple):
-  """Shares of the dense attention mass, float32 scalars from 0 to 1.
+class Recall[Leaf](NamedTuple):
+  """Shares of the dense attention mass, float32 from 0 to 1.
 
   Attributes:
     selected: What the indexer's selection keeps.
@@ -28,10 +28,10 @@ class Recall(NamedTuple):
     best: What the k keys with the most mass keep: no choice keeps more.
   """
 
-  selected: jax.Array
-  recent: jax.Array
-  random: jax.Array
-  best: jax.Array
+  selected: Leaf
+  recent: Leaf
+  random: Leaf
+  best: Leaf
 
 
 def dense_probs(
@@ -82,7 +82,7 @@ def kept_share(probs: jax.Array, mask: jax.Array) -> jax.Array:
 
 def measure_recall(
   probs: jax.Array, selection: dsa.Selection, *, topk: int
-) -> Recall:
+) -> Recall[jax.Array]:
   """Compares a selection with choices that know less or more.
 
   Args:

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 _SETTINGS = "settings"
+_DAMAGED = "it is damaged ({}); remove it to start over"
 
 Settings = Mapping[str, int | float | str]
 
@@ -63,6 +64,8 @@ def load(path: Path, template: Any, settings: Settings) -> Any:
     OSError: If the file cannot be read.
     ValueError: If it is damaged, or of a run with other settings.
   """
+  if path.is_file() and not zipfile.is_zipfile(path):
+    raise ValueError(_DAMAGED.format("it is no .npz file"))
   try:
     with np.load(path, allow_pickle=False) as stored:
       saved = json.loads(stored[_SETTINGS].item())
@@ -72,7 +75,7 @@ def load(path: Path, template: Any, settings: Settings) -> Any:
         for name, leaf in _named(template).items()
       ]
   except (zipfile.BadZipFile, zlib.error, EOFError, KeyError) as error:
-    raise ValueError(f"it is damaged ({error}); remove it to start") from error
+    raise ValueError(_DAMAGED.format(error)) from error
   return jax.tree.unflatten(jax.tree.structure(template), leaves)
 
 

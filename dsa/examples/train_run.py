@@ -1,8 +1,8 @@
 """A whole training run: its stages in order, measured between and saved often.
 
-All that a run knows is one tree of arrays, `Run`; each step is a pure function of
-it, the settings and the text. A run that is read back therefore goes on, to the
-bit, as if it had never been stopped.
+All that a run knows is one tree of arrays, `Run`; each step is a pure function
+of it, the settings and the text. A run that is read back therefore goes on, to
+the bit, as if it had never been stopped.
 """
 
 import dataclasses
@@ -110,8 +110,8 @@ class Run(NamedTuple):
 
   step: np.ndarray
   model: training.Model
-  losses: training.Losses
-  measured: training.Measurement
+  losses: training.Losses[np.ndarray]
+  measured: training.Measurement[np.ndarray]
 
 
 class StopRequest:
@@ -122,7 +122,7 @@ class StopRequest:
 
 def init_run(settings: Settings) -> Run:
   """A run before its first step."""
-  steps = settings.stages()[-1].stop
+  no_loss = np.full(settings.stages()[-1].stop, np.nan, np.float32)
   measured = jax.eval_shape(
     training.make_measure(settings.config(), dsa.backends.dot_product()),
     jax.eval_shape(lambda: _init_model(settings)),
@@ -133,7 +133,7 @@ def init_run(settings: Settings) -> Run:
   return Run(
     step=np.zeros((), np.int64),
     model=_init_model(settings),
-    losses=training.Losses(*(np.full(steps, np.nan, np.float32),) * 2),
+    losses=training.Losses(no_loss, no_loss),
     measured=jax.tree.map(
       lambda x: np.full((NUM_POINTS, *x.shape), np.nan, np.float32), measured
     ),
@@ -165,21 +165,11 @@ def train(
   Returns:
     The run, saved.
   """
-  measure = _Measurer(settings, text, backend)
-  for point, stage in enumerate(settings.stages()):
-    if np.isnan(run.measured.dense_loss[0]):
-      run = measure(run, 0)
-      save(run)
-    if run.step < stage.stop and stop.signal is None:
-      for run in _steps(run, stage, settings, text, backend):
-        if stop.signal is not None:
-          break
-        if run.step % save_every == 0:
-          save(run)
-    if run.step < stage.stop:
+  for after, is_measured in _advance(run, settings, text, backend):
+    run = after
+    if stop.signal is not None:
       break
-    if np.isnan(run.measured.dense_loss[point + 1]):
-      run = measure(run, point + 1)
+    if is_measured or run.step % save_every == 0:
       save(run)
   if stop.signal is not None:
     save(run)
@@ -215,6 +205,23 @@ def _init_model(settings: Settings) -> training.Model:
   return training.init_model(settings.seed, settings.config())
 
 
+def _advance(
+  run: Run, settings: Settings, text: corpus.Corpus, backend: dsa.Backend
+) -> Iterator[tuple[Run, bool]]:
+  """The run after each step and measurement that are left; which it was."""
+  measure = _Measurer(settings, text, backend)
+  if np.isnan(run.measured.dense_loss[0]):
+    run = measure(run, 0)
+    yield run, True
+  for point, stage in enumerate(settings.stages(), 1):
+    for after in _steps(run, stage, settings, text, backend):
+      run = after
+      yield run, False
+    if np.isnan(run.measured.dense_loss[point]):
+      run = measure(run, point)
+      yield run, True
+
+
 def _steps(
   run: Run,
   stage: Stage,
@@ -236,6 +243,8 @@ def _steps(
     )
 
   first = int(run.step)
+  if first >= stage.stop:
+    return
   take_step = training.make_step(stage.name, settings.config(), backend)
   rate = jnp.zeros(())
   with common.announced(f"{stage.name}: compiling"):
@@ -268,7 +277,7 @@ class _Progress:
     self._last_step: int | None = None
     self._last_time = time.perf_counter()
 
-  def __call__(self, step: int, losses: training.Losses) -> None:
+  def __call__(self, step: int, losses: training.Losses[jax.Array]) -> None:
     stage = self._stage
     now = time.perf_counter()
     is_due = now - self._last_time >= _PROGRESS_S or step == stage.stop

@@ -9,8 +9,8 @@ indexers select. Results go to stdout, progress to stderr.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 from absl import app, flags
 
 import dsa
@@ -49,7 +49,7 @@ _CHECKPOINT_DIR = flags.DEFINE_string(
 )
 _CHECKPOINT_EVERY = flags.DEFINE_integer(
   "checkpoint_every",
-  10,
+  20,
   "Steps between savings.",
   lower_bound=1,
   upper_bound=_LARGEST,
@@ -110,16 +110,15 @@ def train_text() -> None:
     if plot is not None:
       with common.reported_as(f"--plot {_PLOT.value}"):
         selection_plot.check_path(plot)
-    settings = train_run.Settings(
-      **{flag.name: flag.value for flag in _SETTINGS}
-    )
+    values: dict[str, Any] = {flag.name: flag.value for flag in _SETTINGS}
+    settings = train_run.Settings(**values)
     with common.reported_as("cannot train"):
       settings.config()
     text = _read_text(settings)
     run = _train(settings, text, stop)
   if stop.signal is not None:
     raise common.Stopped(_farewell(run, settings), stop.signal)
-  print(training_report.describe(settings, text))
+  print(training_report.describe(run, settings, text))
   print()
   print(training_report.summarise(run, settings), flush=True)
   if plot is not None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import dsa
 from dsa.examples import decoder as decoder_lib
-from dsa.examples import recall
+from dsa.examples import recall as recall_lib
 
 StageName = Literal["dense", "warm-up", "sparse"]
 
@@ -28,9 +28,9 @@ _LAST_SHARE = 0.1
 
 
 class Adam(NamedTuple):
-  """Adam's running means of the gradients, and how many they run over."""
+  """Adam's running means of the gradients, and over how many steps."""
 
-  count: jax.Array
+  steps: jax.Array
   mean: Any
   square: Any
 
@@ -44,7 +44,7 @@ class Model(NamedTuple):
   indexers_adam: Adam
 
 
-class Losses(NamedTuple):
+class Losses[Leaf](NamedTuple):
   """float32 scalars, NaN where a stage does not compute them.
 
   Attributes:
@@ -52,11 +52,11 @@ class Losses(NamedTuple):
     indexer: Nats a query, mean over layers.
   """
 
-  language_model: jax.Array
-  indexer: jax.Array
+  language_model: Leaf
+  indexer: Leaf
 
 
-class Measurement(NamedTuple):
+class Measurement[Leaf](NamedTuple):
   """What held-out text says of a model.
 
   Attributes:
@@ -66,14 +66,14 @@ class Measurement(NamedTuple):
     recall: Shares of the dense attention mass, each [layers].
   """
 
-  dense_loss: jax.Array
-  sparse_loss: jax.Array
-  indexer_loss: jax.Array
-  recall: recall.Recall
+  dense_loss: Leaf
+  sparse_loss: Leaf
+  indexer_loss: Leaf
+  recall: recall_lib.Recall[Leaf]
 
 
-Step = Callable[[Model, jax.Array, jax.Array], tuple[Model, Losses]]
-Measure = Callable[[Model, jax.Array], Measurement]
+Step = Callable[[Model, jax.Array, jax.Array], tuple[Model, Losses[jax.Array]]]
+Measure = Callable[[Model, jax.Array], Measurement[jax.Array]]
 
 
 def init_adam(params: Any) -> Adam:
@@ -105,16 +105,16 @@ def adam_step(
     The new parameters and running means.
   """
   first, second = decay
-  count = state.count + 1
+  steps = state.steps + 1
   mean = jax.tree.map(lambda m, g: m + (1 - first) * (g - m), state.mean, grads)
   square = jax.tree.map(
     lambda s, g: s + (1 - second) * (g * g - s), state.square, grads
   )
-  rate = rate * jnp.sqrt(1 - second**count) / (1 - first**count)
+  rate = rate * jnp.sqrt(1 - second**steps) / (1 - first**steps)
   params = jax.tree.map(
     lambda p, m, s: p - rate * m / (jnp.sqrt(s) + eps), params, mean, square
   )
-  return params, Adam(count, mean, square)
+  return params, Adam(steps, mean, square)
 
 
 def learning_rate(peak: float, step: int, steps: int) -> float:
@@ -157,7 +157,7 @@ def make_step(
 
   def losses(
     trained: tuple[Any, Any], frozen: Model, tokens: jax.Array
-  ) -> tuple[jax.Array, Losses]:
+  ) -> tuple[jax.Array, Losses[jax.Array]]:
     decoder, indexers = trained
     logits, indexer_losses = decoder_lib.apply_decoder(
       frozen.decoder if decoder is None else decoder,
@@ -179,7 +179,7 @@ def make_step(
 
   def step(
     model: Model, tokens: jax.Array, rate: jax.Array
-  ) -> tuple[Model, Losses]:
+  ) -> tuple[Model, Losses[jax.Array]]:
     trained = (
       None if stage == "warm-up" else model.decoder,
       None if stage == "dense" else model.indexers,
@@ -241,16 +241,16 @@ def make_measure(config: dsa.DSAConfig, backend: dsa.Backend) -> Measure:
 
   def attend_dense(
     params: dsa.DSAParams[jax.Array], x: jax.Array
-  ) -> tuple[jax.Array, tuple[jax.Array, recall.Recall]]:
+  ) -> tuple[jax.Array, tuple[jax.Array, recall_lib.Recall[jax.Array]]]:
     result = dense(params, x)
-    shares = recall.measure_recall(
-      recall.dense_probs(params.mla, x, config),
+    shares = recall_lib.measure_recall(
+      recall_lib.dense_probs(params.mla, x, config),
       result.selection,
       topk=config.index_topk,
     )
     return result.out, (result.indexer_loss, shares)
 
-  def measure(model: Model, tokens: jax.Array) -> Measurement:
+  def measure(model: Model, tokens: jax.Array) -> Measurement[jax.Array]:
     apply = functools.partial(
       decoder_lib.apply_decoder,
       model.decoder,

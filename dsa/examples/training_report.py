@@ -25,20 +25,21 @@ _CHOICES = {
 }
 
 
-def describe(settings: train_run.Settings, text: corpus.Corpus) -> str:
-  """What is trained on what, in two lines."""
-  model = jax.eval_shape(lambda: train_run.init_run(settings).model)
+def describe(
+  run: train_run.Run, settings: train_run.Settings, text: corpus.Corpus
+) -> str:
+  """What is trained on what, in three lines."""
 
   def count(tree: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(tree))
 
-  indexers = count(model.indexers)
+  indexers = count(run.model.indexers)
   return (
     f"text     {text.name}: {len(text.train):,} bytes to train on, "
     f"{len(text.held_out):,} held out\n"
     f"decoder  {settings.layers} layers, {settings.hidden_size} wide, "
-    f"{count(model.decoder) + indexers:,} parameters, {indexers:,} of them in "
-    f"indexers\n"
+    f"{count(run.model.decoder) + indexers:,} parameters, "
+    f"{indexers:,} of them in indexers\n"
     f"tokens   {settings.seq_len:,} a sequence, {settings.batch} sequences a "
     f"step; each attends to {settings.topk:,} once sparse"
   )
@@ -55,12 +56,13 @@ def summarise(run: train_run.Run, settings: train_run.Settings) -> str:
     Lines of text.
   """
   measured = run.measured
-  losses = [
-    [f"{loss[i]:.3f}" for loss in (measured[:3])] for i in range(len(_POINTS))
-  ]
+  losses = measured.dense_loss, measured.sparse_loss, measured.indexer_loss
   loss_table = report.format_table(
     ("loss on held-out text", "LM, dense", "LM, sparse", "indexer"),
-    [(_POINTS[i], *cells) for i, cells in enumerate(losses)],
+    [
+      (name, *(f"{loss[i]:.3f}" for loss in losses))
+      for i, name in enumerate(_POINTS)
+    ],
   )
   rows = [(_POINTS[i], _mean_shares(run, i)) for i in range(1, len(_POINTS))]
   rows += [
@@ -75,9 +77,9 @@ def summarise(run: train_run.Run, settings: train_run.Settings) -> str:
     f"{loss_table}\n\n{recall_table}\n\n"
     "LM: nats a byte; dense attends to all visible keys, sparse to the selected"
     "\nindexer: KL from dense attention to the indexer, nats a query\n"
-    f"recall: the share of the dense attention mass that {settings.topk:,} keys "
-    "keep, mean over\n  queries, heads and layers, when these choose them; "
-    "layers as they end"
+    f"recall: the share of the dense attention mass that {settings.topk:,} keys"
+    " keep, chosen by\n  the indexer and otherwise; mean over queries, heads "
+    "and layers; layers at the end"
   )
 
 

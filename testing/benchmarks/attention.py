@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,23 +23,17 @@ from absl import app, flags
 
 import dsa
 from dsa.examples import report
-from testing.benchmarks import chart, peer, work
+from testing.benchmarks import chart, layer, peer, work
 
 _BACKENDS = {
   "dot_product": dsa.backends.dot_product,
   "gather": dsa.backends.gather,
   "tokamax_flash": dsa.backends.tokamax_flash,
 }
-_PASSES: dict[str, work.Pass] = {
-  "forward": "forward",
-  "gradient": "gradient",
-  "gradient_with_loss": "gradient with indexer loss",
-}
-
 _BACKEND = flags.DEFINE_list("backend", ["gather", "dot_product"], "Which.")
 _SEQ_LEN = flags.DEFINE_list("seq_len", ["2048", "4096"], "Lengths, T = S.")
 _TOPK = flags.DEFINE_list("topk", ["512"], "Keys that a query selects.")
-_PASS = flags.DEFINE_list("pass", ["forward"], f"Of {', '.join(_PASSES)}.")
+_PASS = flags.DEFINE_list("pass", ["forward"], f"Of {', '.join(layer.PASSES)}.")
 _RUNS = flags.DEFINE_integer("runs", 3, "Timed runs, of which the median.")
 _CHUNK = flags.DEFINE_integer("query_chunk_size", None, "Default: by shapes.")
 _MEMORY_ONLY = flags.DEFINE_bool("memory_only", False, "Compile, do not run.")
@@ -93,35 +87,6 @@ def matmul_rate(size: int = 2048) -> float:
   return 2 * size**3 / seconds
 
 
-def layer_pass(
-  config: dsa.DSAConfig,
-  backend: dsa.Backend,
-  what: work.Pass,
-  query_chunk_size: int | None,
-) -> Any:
-  """The function of (params, x, cotangent) that a row times."""
-  attention = dsa.make_attention(
-    config,
-    backend=backend,
-    indexer_loss=what == "gradient with indexer loss",
-    query_chunk_size=query_chunk_size,
-  )
-
-  def value(
-    params: dsa.DSAParams[jax.Array], x: jax.Array, cotangent: jax.Array
-  ) -> jax.Array:
-    result = attention(params, x)
-    return jnp.vdot(result.out, cotangent) + result.indexer_loss
-
-  def forward(
-    params: dsa.DSAParams[jax.Array], x: jax.Array, cotangent: jax.Array
-  ) -> dsa.AttentionResult:
-    del cotangent
-    return attention(params, x)
-
-  return forward if what == "forward" else jax.grad(value, argnums=(0, 1))
-
-
 def measure(
   backend: str, seq_len: int, topk: int, what: work.Pass, rate: float
 ) -> Figure:
@@ -131,7 +96,7 @@ def measure(
   x, cotangent = jax.random.normal(
     jax.random.key(2), (2, 1, seq_len, config.hidden_size)
   )
-  function = layer_pass(config, _BACKENDS[backend](), what, _CHUNK.value)
+  function = layer.layer_pass(config, _BACKENDS[backend](), what, _CHUNK.value)
   compiled = jax.jit(function).lower(params, x, cotangent).compile()
   operations = work.operations(config, seq_len, what)
   seconds = share = None
@@ -187,7 +152,7 @@ def write_table(figures: Sequence[Figure], peers: Sequence[Figure]) -> str:
 def run_peer(seq_len: int, topk: int, what: str, rate: float) -> list[Figure]:
   """The peer's rows at one point: eager and sdpa."""
   config = small_config(topk)
-  operations = work.operations(config, seq_len, _PASSES[what])
+  operations = work.operations(config, seq_len, layer.PASSES[what])
   figures = []
   for implementation in ("eager", "sdpa"):
     answer = peer.time_transformers(
@@ -203,7 +168,7 @@ def run_peer(seq_len: int, topk: int, what: str, rate: float) -> list[Figure]:
         backend=f"transformers {implementation}",
         seq_len=seq_len,
         topk=topk,
-        what=_PASSES[what],
+        what=layer.PASSES[what],
         seconds=answer.seconds,
         temporary_bytes=answer.peak_bytes,
         gflop=operations / 1e9,
@@ -222,8 +187,8 @@ def main(argv: Sequence[str]) -> None:
     if name not in _BACKENDS:
       raise app.UsageError(f"--backend must be of {list(_BACKENDS)}: {name}")
   for name in _PASS.value:
-    if name not in _PASSES:
-      raise app.UsageError(f"--pass must be of {list(_PASSES)}: {name}")
+    if name not in layer.PASSES:
+      raise app.UsageError(f"--pass must be of {list(layer.PASSES)}: {name}")
   rate = matmul_rate()
   report.progress(f"Matrix products run at {rate / 1e9:,.0f} GFLOP/s here.")
   figures, peers = [], []
@@ -235,7 +200,9 @@ def main(argv: Sequence[str]) -> None:
           peers += run_peer(seq_len, topk, what, rate)
         for backend in _BACKEND.value:
           report.progress(f"{backend}, S {seq_len:,}, topk {topk}, {what} ...")
-          figures.append(measure(backend, seq_len, topk, _PASSES[what], rate))
+          figures.append(
+            measure(backend, seq_len, topk, layer.PASSES[what], rate)
+          )
   print(write_table(figures, peers))
   if _JSON.value:
     rows = [figure._asdict() for figure in (*peers, *figures)]
