@@ -164,7 +164,7 @@ def make_attention(
     check_params(params, config)
     tokens = _tokens(x, positions, segment_ids, config)
     if selection is None:
-      selection = select(params, tokens, config)
+      selection = _select(params, tokens, config)
     else:
       selection = _visible_part(selection, tokens)
     indexer = params.indexer if indexer_loss else None
@@ -182,7 +182,7 @@ def make_attention(
   return attention
 
 
-def select(
+def _select(
   params: DSAParams[jax.Array], tokens: _Tokens, config: DSAConfig
 ) -> Selection:
   """Scores the visible keys of each query and keeps the best; detached."""

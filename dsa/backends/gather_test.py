@@ -12,11 +12,6 @@ from dsa.mla import MLAInputs
 from dsa.selection import Selection
 
 
-class GatherTest(conformance.BackendConformanceTest):
-  def make_backend(self):
-    return gather()
-
-
 class GatherInBlocksOfThreeTest(conformance.BackendConformanceTest):
   def make_backend(self):
     return gather(block_size=3)

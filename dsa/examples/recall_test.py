@@ -42,7 +42,8 @@ def _selection(lists):
 def _measure(probs, selection=None, topk=_TOPK):
   if selection is None:
     selection = _selection([[[0]] * probs.shape[1]] * probs.shape[0])
-  return recall.measure_recall(jnp.asarray(probs), selection, topk=topk)
+  measure = jax.jit(recall.measure_recall, static_argnames="topk")
+  return measure(jnp.asarray(probs), selection, topk=topk)
 
 
 class RecallTest(parameterized.TestCase):
@@ -115,7 +116,8 @@ class RecallTest(parameterized.TestCase):
 
     attention = dsa.make_attention(config, backend=listen, stage="dense_warmup")
     attention(params, x)
-    actual = recall.dense_probs(params.mla, x, config)
+    dense_probs = jax.jit(recall.dense_probs, static_argnames="config")
+    actual = dense_probs(params.mla, x, config)
     np.testing.assert_allclose(actual, probs[0], atol=1e-6)
 
 

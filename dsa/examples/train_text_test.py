@@ -28,7 +28,7 @@ _SMALL = (
   *("--hidden_size=16", "--layers=2", "--heads=2", "--index_heads=2"),
   *("--topk=4", "--seq_len=16", "--batch=2", "--checkpoint_every=5"),
   *(f"--dense_steps={_STEPS[0]}", f"--warmup_steps={_STEPS[1]}"),
-  *(f"--sparse_steps={_STEPS[2]}", "--lr=0.02", "--indexer_lr=0.02"),
+  *(f"--sparse_steps={_STEPS[2]}", "--lr=0.06", "--indexer_lr=0.02"),
 )
 
 _CACHE = {
