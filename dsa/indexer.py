@@ -139,28 +139,32 @@ def weighted_relu_scores(
   check_dtype("weights", weights, jnp.float32)
   rows = max(math.prod(sizes.values()), 1)
   fitting = max(_PRODUCTS // rows, _FEWEST_KEYS)
-  by_key = streaming.map_chunks(
+  scores: jax.Array = streaming.map_chunks(
     _score_tile,
-    (q, weights),
+    (
+      einops.rearrange(q, "B T I D -> B I T D"),
+      einops.rearrange(weights, "B T I -> B I T 1"),
+    ),
     None,
     k,
     chunk_size=1 << (fitting.bit_length() - 1),
     causal=False,
+    out_axis=2,
   )
-  return einops.rearrange(by_key, "B S T -> B T S")
+  return scores
 
 
 def _score_tile(
   queries: tuple[jax.Array, jax.Array], keys: None, k: jax.Array
 ) -> jax.Array:
-  """([B, T, I, D], [B, T, I]) and a tile of keys [B, S, D] to [B, S, T]."""
+  """([B, I, T, D], [B, I, T, 1]) and a tile of keys [B, S, D] to [B, T, S]."""
   del keys
   q, weights = queries
-  dots = jnp.einsum("btid,bsd->bits", q, k, preferred_element_type=jnp.float32)
+  dots = jnp.einsum("bitd,bsd->bits", q, k, preferred_element_type=jnp.float32)
   scores = jnp.zeros(dots[:, 0].shape, jnp.float32)
-  for i in range(q.shape[2]):
-    scores += weights[:, :, i, None] * jax.nn.relu(dots[:, i])
-  return einops.rearrange(scores, "B T S -> B S T")
+  for i in range(q.shape[1]):
+    scores += weights[:, i] * jax.nn.relu(dots[:, i])
+  return scores
 
 
 def selected_scores(

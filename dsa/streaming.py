@@ -18,7 +18,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import einops
 import jax
 import jax.numpy as jnp
 
@@ -39,6 +38,7 @@ def map_chunks(
   *,
   chunk_size: int,
   causal: bool,
+  out_axis: int = 1,
 ) -> Any:
   """Applies a function to tokens, most often queries, chunk by chunk.
 
@@ -52,6 +52,7 @@ def map_chunks(
     queries: A tree of arrays [B, T, ...].
     chunk_size: Queries in a chunk.
     causal: Whether query t needs only the keys 0..t, where T = S.
+    out_axis: The axis of T in what `body` returns.
 
   Returns:
     The tree that `body` returns, of arrays [B, T, ...]. Its floats are
@@ -59,14 +60,15 @@ def map_chunks(
   """
   if chunk_size >= jax.tree.leaves(queries)[0].shape[1]:
     return body(weights, keys, queries)
-  return _map(body, chunk_size, causal, weights, keys, queries)
+  return _map(body, chunk_size, causal, out_axis, weights, keys, queries)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _map(
   body: Body,
   chunk_size: int,
   causal: bool,
+  out_axis: int,
   weights: Any,
   keys: Any,
   queries: Any,
@@ -77,18 +79,19 @@ def _map(
     group_keys = _prefix(keys, stop * chunk_size) if causal else keys
     run = functools.partial(body, weights, group_keys)
     outs.append(jax.lax.map(run, _slice(chunks, start, stop)))
-  return _join(outs, queries)
+  return _join(outs, queries, out_axis)
 
 
 def _map_fwd(
   body: Body,
   chunk_size: int,
   causal: bool,
+  out_axis: int,
   weights: Any,
   keys: Any,
   queries: Any,
 ) -> tuple[Any, Any]:
-  out = _map(body, chunk_size, causal, weights, keys, queries)
+  out = _map(body, chunk_size, causal, out_axis, weights, keys, queries)
   return out, (weights, keys, queries)
 
 
@@ -96,12 +99,13 @@ def _map_bwd(
   body: Body,
   chunk_size: int,
   causal: bool,
+  out_axis: int,
   inputs: tuple[Any, Any, Any],
   cotangents: Any,
 ) -> tuple[Any, Any, Any]:
   """Runs each chunk again and pulls its cotangent back."""
   weights, keys, queries = inputs
-  chunks = _split(queries, chunk_size), _split(cotangents, chunk_size)
+  chunks = _split(queries, chunk_size), _split(cotangents, chunk_size, out_axis)
   d_weights, d_keys = _zeros_float32(weights), _zeros_float32(keys)
   d_queries = []
   for start, stop in _groups(_length(chunks), causal=causal):
@@ -283,24 +287,28 @@ def _groups(num_chunks: int, *, causal: bool) -> list[tuple[int, int]]:
   return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def _split(tree: Any, chunk_size: int) -> Any:
-  """[B, T, ...] to [chunks, B, chunk_size, ...], filled up with zeros."""
+def _split(tree: Any, chunk_size: int, axis: int = 1) -> Any:
+  """T of [B, T, ...], filled up with zeros, as [chunks, B, chunk_size, ...]."""
 
   def split(x: jax.Array) -> jax.Array:
-    fill = -x.shape[1] % chunk_size
-    x = jnp.pad(x, [(0, 0), (0, fill), *[(0, 0)] * (x.ndim - 2)])
-    return einops.rearrange(x, "B (n t) ... -> n B t ...", t=chunk_size)
+    fill = [(0, 0)] * x.ndim
+    fill[axis] = (0, -x.shape[axis] % chunk_size)
+    x = jnp.pad(x, fill)
+    x = x.reshape(*x.shape[:axis], -1, chunk_size, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
 
   return jax.tree.map(split, tree)
 
 
-def _join(groups: list[Any], queries: Any) -> Any:
+def _join(groups: list[Any], queries: Any, axis: int = 1) -> Any:
   """The inverse of `_split`, for a list of groups of chunks."""
   length = jax.tree.leaves(queries)[0].shape[1]
 
   def join(*chunks: jax.Array) -> jax.Array:
     x = jnp.concatenate(chunks) if len(chunks) > 1 else chunks[0]
-    return einops.rearrange(x, "n B t ... -> B (n t) ...")[:, :length]
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
   return jax.tree.map(join, *groups)
 
