@@ -30,6 +30,11 @@ NAMES = tuple(BACKENDS)
 OVER_LAYERS_AND_BACKENDS = parameterized.product(name=LAYERS, backend=NAMES)
 
 
+def setUpModule():
+  # Each program runs once or twice: what takes the time is compiling it.
+  jax.config.update("jax_disable_most_optimizations", True)
+
+
 @functools.cache
 def load(name):
   """A golden, its configuration and parameters as the library reads them."""

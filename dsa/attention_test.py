@@ -16,6 +16,11 @@ PACKED = np.asarray([[1] * 5 + [2] * 7, [7] * 9 + [3] * 3], np.int32)
 PADDED = np.asarray([[0] * 3 + [1] * 9, [1] * 4 + [0] * 2 + [5] * 6], np.int32)
 
 
+def setUpModule():
+  # Each program runs once or twice: what takes the time is compiling it.
+  jax.config.update("jax_disable_most_optimizations", True)
+
+
 def make(seed, **options):
   return layers.layer(seed, **{"index_topk": TOPK, **options})
 

@@ -15,6 +15,11 @@ from dsa.softmax import masked_softmax
 dot_product = backends.dot_product()
 
 
+def setUpModule():
+  # Each program runs once or twice: what takes the time is compiling it.
+  jax.config.update("jax_disable_most_optimizations", True)
+
+
 def masked(
   inputs, selection, *, scale, change_mask=None, change_logits=None, probs=None
 ):

@@ -7,9 +7,11 @@ write is an error.
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import tokamax
 from absl.testing import absltest, parameterized
 from jax.experimental.pallas import tpu as pltpu
 
@@ -72,6 +74,17 @@ def _assert_conforms(backend, case: Case):
 def _long_case(seed, **options):
   """A case of one row and two heads, for long sequences."""
   return random_case(seed, **{"B": 1, "N": 2, **options})
+
+
+def _equations(program):
+  """All equations of a jaxpr, those of its sub-programs included."""
+  for equation in getattr(program, "jaxpr", program).eqns:
+    yield equation
+    for value in jax.tree.leaves(
+      equation.params, is_leaf=lambda value: hasattr(value, "eqns")
+    ):
+      if hasattr(value, "eqns"):
+        yield from _equations(value)
 
 
 class SplashAttentionTest(conformance.BackendConformanceTest):
@@ -150,12 +163,10 @@ class BlocksTest(parameterized.TestCase):
     _assert_conforms(_splash(config, interpret=True), case)
 
   def test_a_batch_compiles_one_kernel(self):
-    def kernels(batch):
-      case = random_case(7, B=batch).arguments()
-      forward_and_backward = jax.make_jaxpr(_answer, static_argnums=0)
-      return str(forward_and_backward(_splash(), *case)).count("pallas_call")
-
-    self.assertEqual(kernels(3), kernels(1))
+    case = random_case(7, B=3).arguments()
+    program = jax.make_jaxpr(_answer, static_argnums=0)(_splash(), *case)
+    names = [equation.primitive.name for equation in _equations(program)]
+    self.assertEqual(names.count("pallas_call"), 2)  # Forward and backward.
 
   def test_vmap_of_gradients(self):
     cases = [random_case(seed).arguments() for seed in (8, 9)]
@@ -169,23 +180,23 @@ class BlocksTest(parameterized.TestCase):
       )
 
 
-def _equations(program):
-  """All equations of a jaxpr, those of its sub-programs included."""
-  for equation in getattr(program, "jaxpr", program).eqns:
-    yield equation
-    for value in jax.tree.leaves(
-      equation.params, is_leaf=lambda value: hasattr(value, "eqns")
-    ):
-      if hasattr(value, "eqns"):
-        yield from _equations(value)
+def _with_queries_of(inputs, dtype):
+  return inputs._replace(
+    q_nope=inputs.q_nope.astype(dtype), q_rope=inputs.q_rope.astype(dtype)
+  )
 
 
 class PrecisionTest(parameterized.TestCase):
-  @parameterized.parameters(("float32", "HIGHEST"), ("bfloat16", "DEFAULT"))
+  @parameterized.parameters(
+    ("float32", "float32", "HIGHEST"),
+    ("bfloat16", "float32", "HIGHEST"),
+    ("bfloat16", "bfloat16", "DEFAULT"),
+  )
   def test_kernels_multiply_in_the_precision_of_their_inputs(
-    self, dtype, wanted
+    self, queries, keys, wanted
   ):
-    case = random_case(0, dtype=dtype).arguments()
+    inputs, *others = random_case(0, dtype=keys).arguments()
+    case = _with_queries_of(inputs, queries), *others
     program = jax.make_jaxpr(_answer, static_argnums=0)
     for setting in ("bfloat16", "highest"):
       with jax.default_matmul_precision(setting):
@@ -200,42 +211,48 @@ class PrecisionTest(parameterized.TestCase):
         }
         self.assertEqual(precisions, {(jax.lax.Precision[wanted],) * 2})
 
-
-def _lowered(platform, transform, backend, case):
-  def loss(inputs, selection, cotangent):
-    return jnp.vdot(backend(inputs, selection, scale=_SCALE), cotangent)
-
-  traced = jax.jit(transform(loss)).trace(*case)
-  return traced.lower(lowering_platforms=(platform,)).as_text()
-
-
-def _same(function):
-  return function
-
-
-def _vmap_of_grad(function):
-  return jax.vmap(jax.grad(function))
-
   @parameterized.parameters("splash", "elsewhere")
   def test_queries_of_a_narrower_dtype_give_it_to_the_output(self, name):
     inputs, selection, _ = random_case(1).arguments()
-    narrow = inputs._replace(
-      q_nope=inputs.q_nope.astype(jnp.bfloat16),
-      q_rope=inputs.q_rope.astype(jnp.bfloat16),
-    )
+    narrow = _with_queries_of(inputs, jnp.bfloat16)
     out = _BACKENDS[name](narrow, selection, scale=_SCALE)
     self.assertEqual(out.dtype, jnp.bfloat16)
     wanted = _BACKENDS["dot_product"](inputs, selection, scale=_SCALE)
     tolerances.assert_output_close(out, wanted, "bfloat16")
 
+  def test_float32_is_not_cut_elsewhere(self):
+    inputs, selection, _ = random_case(2).arguments()
+    with mock.patch.object(
+      tokamax, "dot_product_attention", wraps=tokamax.dot_product_attention
+    ) as kernel:
+      backends.tokamax_flash()(inputs, selection, scale=_SCALE)
+    self.assertEqual(
+      kernel.call_args.kwargs["precision"], jax.lax.Precision.HIGHEST
+    )
+
+
+def _lowered(platform, transform, backend, case):
+  def loss(inputs, selection, cotangent):
+    return jnp.vdot(backend(inputs, selection, scale=_SCALE), cotangent)
+
+  traced = jax.jit(_TRANSFORMS[transform](loss)).trace(*case)
+  return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+_TRANSFORMS = {
+  "jit": lambda function: function,
+  "grad": jax.grad,
+  "vmap of grad": lambda function: jax.vmap(jax.grad(function)),
+}
+
 
 class PlatformTest(parameterized.TestCase):
   @parameterized.product(
-    transform=(_same, jax.grad, _vmap_of_grad), dtype=("float32", "bfloat16")
+    transform=tuple(_TRANSFORMS), dtype=("float32", "bfloat16")
   )
   def test_a_host_without_tpu_lowers_splash_for_a_tpu(self, transform, dtype):
     case = random_case(0, dtype=dtype).arguments()
-    if transform is _vmap_of_grad:
+    if transform == "vmap of grad":
       case = jax.tree.map(lambda array: jnp.stack((array, array)), case)
     for_tpu, for_cpu = (
       _lowered(platform, transform, backends.tokamax_flash(), case)
@@ -246,7 +263,7 @@ class PlatformTest(parameterized.TestCase):
 
   def test_float16_is_left_to_dot_product_attention(self):
     case = random_case(0, dtype="float16").arguments()
-    for_tpu = _lowered("tpu", _same, backends.tokamax_flash(), case)
+    for_tpu = _lowered("tpu", "jit", backends.tokamax_flash(), case)
     self.assertNotIn("splash_mha", for_tpu)
 
 

@@ -202,7 +202,9 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 
 def _init_model(settings: Settings) -> training.Model:
-  return training.init_model(settings.seed, settings.config())
+  config = settings.config()
+  # Compiled as one: op by op it takes longer than all the drawing.
+  return jax.jit(lambda: training.init_model(settings.seed, config))()
 
 
 def _advance(
