@@ -14,20 +14,17 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
+
+from dsa import config_hf
 
 RopeType = Literal["default", "yarn"]
 
-# What rope_type may say in a checkpoint, and which of ours it means.
-_ROPE_TYPES: Mapping[str, RopeType] = {"default": "default", "yarn": "yarn"}
+# fp8 blocks with float32 scales, or with scales rounded up to powers of two.
+Quantization = Literal["none", "fp8_float32", "fp8_ue8m0"]
 
-# Keys of a checkpoint's RoPE that would change the angles or scale cos and sin,
-# and the value with which they do not.
-_ROPE_FIXED = {
-  "attention_factor": 1,
-  "partial_rotary_factor": 1,
-  "truncate": True,
-}
+# A full layer selects keys; a shared one takes what the last full one selected.
+IndexerType = Literal["full", "shared"]
 
 
 def _check_positive(**sizes: int) -> None:
@@ -72,10 +69,9 @@ class RopeConfig:
   mscale_all_dim: float = 0.0
 
   def __post_init__(self) -> None:
-    if self.rope_type not in _ROPE_TYPES:
+    if self.rope_type not in get_args(RopeType):
       raise ValueError(
-        f"rope_type must be one of {sorted(_ROPE_TYPES)}, got "
-        f"{self.rope_type!r}"
+        f"rope_type must be one of {get_args(RopeType)}, got {self.rope_type!r}"
       )
     _check_positive(
       original_max_position_embeddings=self.original_max_position_embeddings
@@ -118,60 +114,7 @@ class RopeConfig:
       ValueError: If a key that YaRN needs is missing, the type is unknown, or
         cos and sin would be scaled, which no DSA model does.
     """
-    where = "rope_parameters"
-    if config_json.get(where) is None:
-      where = "rope_scaling"
-    rope = config_json.get(where)
-    if rope is None:
-      rope = {}
-    if not isinstance(rope, Mapping):
-      raise ValueError(f"{where} must be a dictionary, got {rope!r}")
-    theta = rope.get("rope_theta") or config_json.get("rope_theta")
-    if theta is None:
-      raise ValueError(f"config lacks rope_theta, beside {where} and in it")
-    for key, value in _ROPE_FIXED.items():
-      if rope.get(key) not in (None, value):
-        raise ValueError(
-          f"{where} has {key}={rope[key]!r}, only {value!r} is supported"
-        )
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type not in _ROPE_TYPES:
-      raise ValueError(
-        f"{where} has rope type {rope_type!r}, expected one of "
-        f"{sorted(_ROPE_TYPES)}"
-      )
-    if rope_type == "default":
-      return cls(rope_theta=float(theta))
-    return cls._yarn_from_hf(rope, theta=float(theta), where=where)
-
-  @classmethod
-  def _yarn_from_hf(
-    cls, rope: Mapping[str, Any], *, theta: float, where: str
-  ) -> "RopeConfig":
-    for key in ("factor", "original_max_position_embeddings"):
-      if rope.get(key) is None:
-        raise ValueError(f"{where} is of type 'yarn' but lacks {key!r}")
-    mscale, mscale_all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-    # cos and sin are scaled by the quotient of the two, or by the whole
-    # logarithmic term where either is missing or 0.
-    unscaled = mscale and mscale == mscale_all_dim
-    if rope.get("attention_factor") is None and not unscaled:
-      raise ValueError(
-        f"{where} has mscale={mscale!r} and mscale_all_dim={mscale_all_dim!r}, "
-        "expected equal numbers other than 0: else cos and sin are scaled, "
-        "which is not supported"
-      )
-    return cls(
-      rope_theta=theta,
-      rope_type="yarn",
-      factor=float(rope["factor"]),
-      original_max_position_embeddings=int(
-        rope["original_max_position_embeddings"]
-      ),
-      beta_fast=float(rope.get("beta_fast") or 32.0),
-      beta_slow=float(rope.get("beta_slow") or 1.0),
-      mscale_all_dim=float(mscale_all_dim or 0.0),
-    )
+    return cls(**config_hf.rope_fields(config_json))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -197,6 +140,14 @@ class DSAConfig:
     index_k_norm_eps: Epsilon of the index key's LayerNorm.
     indexer_rope_interleave: True where the indexer pairs dims (2i, 2i + 1), as
       GLM-5 does; False where it pairs (i, i + R/2), as DeepSeek-V3.2 does.
+    indexer_types: For each layer of the model, "full" where it selects keys
+      itself and "shared" where it is given what the last full layer before it
+      selected. None where all are full; entries past the last layer are idle.
+    index_quantization: How index queries and keys are scored and cached: as
+      they are, or in fp8 after a Hadamard rotation. For inference alone; D must
+      then be a power of two of at most 128.
+    kv_quantization: How the latent is cached: as it is, or in fp8 blocks of
+      128. It changes nothing outside the cache.
   """
 
   hidden_size: int
@@ -215,9 +166,12 @@ class DSAConfig:
   latent_norm_eps: float = 1e-6
   index_k_norm_eps: float = 1e-6
   indexer_rope_interleave: bool = False
+  indexer_types: tuple[IndexerType, ...] | None = None
+  index_quantization: Quantization = "none"
+  kv_quantization: Quantization = "none"
 
   def __post_init__(self) -> None:
-    _check_positive(**{name: getattr(self, name) for name in _SIZES})
+    _check_positive(**{name: getattr(self, name) for name in config_hf.SIZES})
     _check_positive_number(
       rms_norm_eps=self.rms_norm_eps,
       latent_norm_eps=self.latent_norm_eps,
@@ -233,6 +187,61 @@ class DSAConfig:
         "index_head_dim must be at least qk_rope_head_dim, got "
         f"{self.index_head_dim} and {self.qk_rope_head_dim}"
       )
+    if self.indexer_types is not None:
+      self._check_indexer_types(self.indexer_types)
+    for name in ("index_quantization", "kv_quantization"):
+      if getattr(self, name) not in get_args(Quantization):
+        raise ValueError(
+          f"{name} must be one of {get_args(Quantization)}, got "
+          f"{getattr(self, name)!r}"
+        )
+    if self.index_quantization != "none":
+      self._check_rotatable()
+
+  def _check_indexer_types(self, types: tuple[IndexerType, ...]) -> None:
+    known = get_args(IndexerType)
+    if not isinstance(types, tuple) or not {*types} <= {*known}:
+      raise ValueError(
+        f"indexer_types must be a tuple of {known}, got {types!r}"
+      )
+    if len(types) < self.num_hidden_layers:
+      raise ValueError(
+        "indexer_types must say each of the num_hidden_layers="
+        f"{self.num_hidden_layers} layers, got {len(types)} entries"
+      )
+    if types[0] != "full":
+      raise ValueError(
+        "indexer_types must begin with 'full', as no layer before the first "
+        f"selects keys, got {types[0]!r}"
+      )
+
+  def _check_rotatable(self) -> None:
+    width = self.index_head_dim
+    if width > 128 or width & (width - 1):
+      raise ValueError(
+        "index_head_dim must be a power of two of at most 128 under "
+        f"index_quantization={self.index_quantization!r}, got {width}"
+      )
+
+  def has_indexer(self, layer: int) -> bool:
+    """Whether a layer holds an indexer, or is given its selection.
+
+    Args:
+      layer: From 0 on.
+
+    Returns:
+      False for a "shared" layer: its `params.indexer` is None, and it takes the
+      selection of the last layer before it for which this is True.
+
+    Raises:
+      ValueError: If there is no such layer.
+    """
+    if not 0 <= layer < self.num_hidden_layers:
+      raise ValueError(
+        f"layer must be at least 0 and below num_hidden_layers="
+        f"{self.num_hidden_layers}, got {layer}"
+      )
+    return self.indexer_types is None or self.indexer_types[layer] == "full"
 
   @property
   def softmax_scale(self) -> float:
@@ -246,7 +255,10 @@ class DSAConfig:
 
     Args:
       config_json: The parsed dictionary. `model_type` decides the layout of the
-        indexer's RoPE, unless `indexer_rope_interleave` says it.
+        indexer's RoPE, unless `indexer_rope_interleave` says it. Which layers
+        share a selection stands in `indexer_types`, or follows from
+        `index_topk_pattern`, or from `index_topk_freq` and
+        `index_skip_topk_offset`, as in transformers' GlmMoeDsaConfig.
 
     Returns:
       The configuration; every size comes from the checkpoint, none is guessed.
@@ -256,58 +268,10 @@ class DSAConfig:
       ValueError: If a size is missing or the model needs what DSA has not
         (another model type, attention biases, a halves layout in MLA).
     """
-    if not isinstance(config_json, Mapping):
-      raise TypeError(
-        "config_json must be the parsed dictionary, got "
-        f"{type(config_json).__name__}"
-      )
-    model_type: Any = config_json.get("model_type")
-    if model_type not in _INDEXER_ROPE_INTERLEAVE:
-      raise ValueError(
-        f"model_type must be one of {sorted(_INDEXER_ROPE_INTERLEAVE)}, got "
-        f"{model_type!r}"
-      )
-    required = (*_SIZES, "rms_norm_eps")
-    missing = [key for key in required if config_json.get(key) is None]
-    if missing:
-      raise ValueError(f"config lacks {', '.join(missing)}")
-    if config_json.get("attention_bias"):
-      raise ValueError(
-        "attention_bias=True is not supported: MLA has no biases"
-      )
-    if config_json.get("rope_interleave") is False:
-      raise ValueError(
-        "rope_interleave=False is not supported: MLA turns pairs (2i, 2i + 1)"
-      )
-    interleave = config_json.get("indexer_rope_interleave")
-    if interleave is None:
-      interleave = _INDEXER_ROPE_INTERLEAVE[model_type]
     return cls(
-      **{key: config_json[key] for key in required},
+      **config_hf.layer_fields(config_json),
       rope=RopeConfig.from_hf(config_json),
-      indexer_rope_interleave=bool(interleave),
     )
-
-
-_SIZES = (
-  "hidden_size",
-  "num_hidden_layers",
-  "num_attention_heads",
-  "q_lora_rank",
-  "kv_lora_rank",
-  "qk_nope_head_dim",
-  "qk_rope_head_dim",
-  "v_head_dim",
-  "index_n_heads",
-  "index_head_dim",
-  "index_topk",
-)
-
-# The layout of the indexer's RoPE where config.json does not say it.
-_INDEXER_ROPE_INTERLEAVE: Mapping[str, bool] = {
-  "deepseek_v32": False,
-  "glm_moe_dsa": True,
-}
 
 
 def deepseek_v32() -> DSAConfig:
@@ -355,4 +319,5 @@ def glm_5() -> DSAConfig:
     rope=RopeConfig(rope_theta=1000000.0),
     rms_norm_eps=1e-5,
     indexer_rope_interleave=True,
+    indexer_types=("full",) * 78,
   )

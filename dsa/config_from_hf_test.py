@@ -214,6 +214,87 @@ class FromHfTest(parameterized.TestCase):
     self.assertEqual(config_json, _DEEPSEEK_V32)
 
 
+class IndexerTypesTest(parameterized.TestCase):
+  """What transformers 5.24's GlmMoeDsaConfig answers, F full and S shared."""
+
+  @parameterized.named_parameters(
+    ("nothing_said", {}, "FFFFFFFF"),
+    ("every_second", {"index_topk_freq": 2}, "FFSFSFSF"),
+    ("every_fourth", {"index_topk_freq": 4}, "FFSSSFSS"),
+    ("freq_0_is_1", {"index_topk_freq": 0}, "FFFFFFFF"),
+    ("null_is_not_said", {"index_topk_freq": None}, "FFFFFFFF"),
+    (
+      "from_the_first_on",
+      {"index_topk_freq": 4, "index_skip_topk_offset": 1},
+      "FSSSFSSS",
+    ),
+    (
+      "from_the_fourth_on",
+      {"index_topk_freq": 3, "index_skip_topk_offset": 4},
+      "FFFFSSFS",
+    ),
+    ("offset_alone", {"index_skip_topk_offset": 3}, "FFFFFFFF"),
+    (
+      "a_pattern_wins_over_a_period",
+      {"index_topk_pattern": "FSSFSFFS", "index_topk_freq": 2},
+      "FSSFSFFS",
+    ),
+    (
+      "a_pattern_in_words",
+      {"index_topk_pattern": ["full", "shared"] * 4},
+      "FSFSFSFS",
+    ),
+    (
+      "types_win_over_a_pattern",
+      {"indexer_types": ["full"] * 7 + ["shared"], "index_topk_pattern": "FS"},
+      "FFFFFFFS",
+    ),
+    (
+      "more_than_the_layers",
+      {"index_topk_pattern": "FSFSFSFSFS"},
+      "FSFSFSFSFS",
+    ),
+  )
+  def test_is_what_the_model_does(self, said, wanted):
+    config = DSAConfig.from_hf(_GLM_5 | {"num_hidden_layers": 8} | said)
+    words = {"F": "full", "S": "shared"}
+    self.assertEqual(config.indexer_types, tuple(words[w] for w in wanted))
+    self.assertEqual(
+      [config.has_indexer(layer) for layer in range(8)],
+      [letter == "F" for letter in wanted[:8]],
+    )
+
+  def test_deepseek_says_nothing_and_all_are_full(self):
+    config = DSAConfig.from_hf(_DEEPSEEK_V32)
+    self.assertIsNone(config.indexer_types)
+    self.assertTrue(all(config.has_indexer(layer) for layer in range(61)))
+
+  def test_what_is_said_counts_in_any_model(self):
+    config = DSAConfig.from_hf(_DEEPSEEK_V32 | {"index_topk_freq": 2})
+    self.assertFalse(config.has_indexer(2))
+
+  @parameterized.parameters(
+    ({"index_topk_pattern": "FXS"}, "letters F and S, got 'X' in it"),
+    ({"index_topk_pattern": "FS"}, "each of the .*=78 layers, got 2 entries"),
+    ({"index_topk_pattern": "S" * 78}, "must begin with 'full', .*'shared'"),
+    ({"index_topk_freq": 2.5}, "index_topk_freq must be an integer, got 2.5"),
+    ({"index_skip_topk_offset": True}, "must be an integer, got True"),
+    ({"indexer_types": ["half"] * 78}, "must be a tuple of .* got .*'half'"),
+    ({"indexer_types": {"0": "full"}}, "indexer_types must be a list, got"),
+    ({"num_hidden_layers": "8"}, "num_hidden_layers must be an integer"),
+  )
+  def test_what_makes_no_sense_is_named(self, said, wanted):
+    with self.assertRaisesRegex(ValueError, wanted):
+      DSAConfig.from_hf(_GLM_5 | said)
+
+  @parameterized.parameters(-1, 78)
+  def test_a_layer_that_is_not_there_is_named(self, layer):
+    with self.assertRaisesRegex(
+      ValueError, f"below num_hidden_layers=78, got {layer}$"
+    ):
+      config_lib.glm_5().has_indexer(layer)
+
+
 class RopeFromHfTest(parameterized.TestCase):
   def test_trained_length_is_the_original_one(self):
     rope = RopeConfig.from_hf(_DEEPSEEK_V32)

@@ -87,6 +87,23 @@ class DSAConfigTest(parameterized.TestCase):
     ):
       dataclasses.replace(config_lib.glm_5(), index_head_dim=32)
 
+  @parameterized.parameters(
+    (("full", "full"), "must say each of the num_hidden_layers=78 layers"),
+    (["full"] * 78, "must be a tuple of"),
+    (("full", None) * 39, "must be a tuple of"),
+    (("shared", "full") * 39, "must begin with 'full'"),
+  )
+  def test_kinds_of_layers_that_make_no_sense_are_named(self, types, wanted):
+    with self.assertRaisesRegex(ValueError, f"^indexer_types {wanted}"):
+      dataclasses.replace(config_lib.glm_5(), indexer_types=types)
+
+  def test_fewer_layers_keep_their_kinds(self):
+    types: Any = ("full", "shared") * 39
+    config = dataclasses.replace(
+      config_lib.glm_5(), indexer_types=types, num_hidden_layers=3
+    )
+    self.assertEqual([config.has_indexer(i) for i in range(3)], [1, 0, 1])
+
   def test_numpy_integers_are_integers(self):
     topk: Any = np.int64(2048)
     config = dataclasses.replace(config_lib.glm_5(), index_topk=topk)
