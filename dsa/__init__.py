@@ -15,7 +15,7 @@ R qk_rope_head_dim, V v_head_dim, I index_n_heads, D index_head_dim,
 K = min(index_topk, S).
 """
 
-from dsa import backends, checkpoint
+from dsa import backends, checkpoint, quantization
 from dsa.attention import Attention, AttentionResult, Stage, make_attention
 from dsa.config import DSAConfig, RopeConfig, deepseek_v32, glm_5
 from dsa.indexer import (
@@ -78,6 +78,7 @@ __all__ = [
   "kv_latents",
   "make_attention",
   "mla_queries",
+  "quantization",
   "query_latent",
   "selected_scores",
   "sparse_mla",

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from dsa import indexer as indexer_lib
-from dsa import losses, mla, streaming
+from dsa import losses, mla, quantization, streaming
 from dsa import selection as selection_lib
 from dsa.checks import check_count, check_dtype, check_shape
 from dsa.config import DSAConfig
@@ -140,7 +140,8 @@ def make_attention(
     not fit the configuration.
 
   Raises:
-    ValueError: If `stage` is unknown or `query_chunk_size` below 1.
+    ValueError: If `stage` is unknown, `query_chunk_size` below 1, or a loss is
+      asked for while `config.index_quantization` rounds the scores.
     TypeError: If `backend` is not a function or `query_chunk_size` no integer.
   """
   if not callable(backend):
@@ -149,6 +150,11 @@ def make_attention(
     )
   if stage not in _STAGES:
     raise ValueError(f"stage must be one of {_STAGES}, got {stage!r}")
+  if indexer_loss and config.index_quantization != "none":
+    raise ValueError(
+      "indexer_loss needs index_quantization='none', which is for inference, "
+      f"got {config.index_quantization!r}"
+    )
   if query_chunk_size is not None:
     query_chunk_size = check_count("query_chunk_size", query_chunk_size)
   options = _Options(config, backend, stage)
@@ -197,7 +203,7 @@ def _select(
   indices = streaming.map_chunks(
     functools.partial(_select_chunk, config, tokens.order.shape[1]),
     weights,
-    (index_keys, tokens.segment_ids),
+    (quantization.stored_index_keys(index_keys, config), tokens.segment_ids),
     tokens,
     chunk_size=_SELECT_CHUNK,
     causal=True,
@@ -209,7 +215,7 @@ def _select_chunk(
   config: DSAConfig,
   num_keys: int,
   weights: tuple[MLAParams[jax.Array], IndexerParams[jax.Array]],
-  keys: tuple[jax.Array, jax.Array],
+  keys: tuple[jax.Array | quantization.Blocks, jax.Array],
   tokens: _Tokens,
 ) -> jax.Array:
   """int32 [B, T, min(index_topk, S)] for a chunk of queries."""
@@ -217,7 +223,7 @@ def _select_chunk(
   index_keys, key_segment_ids = keys
   q_latent = mla.query_latent(params, tokens.x, config)
   q, head_weights = _index_queries(indexer, q_latent, tokens, config)
-  scores = indexer_lib.weighted_relu_scores(q, index_keys, head_weights)
+  scores = quantization.stored_index_scores(q, index_keys, head_weights, config)
   indices = selection_lib.topk_indices(
     scores, config.index_topk, _visible(tokens, key_segment_ids)
   )

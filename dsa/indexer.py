@@ -113,7 +113,11 @@ def index_head_weights(
 
 
 def weighted_relu_scores(
-  q: jax.Array, k: jax.Array, weights: jax.Array
+  q: jax.Array,
+  k: jax.Array,
+  weights: jax.Array,
+  *,
+  key_scales: jax.Array | None = None,
 ) -> jax.Array:
   """Scores every key for every query: sum_i w_i relu(q_i . k).
 
@@ -121,22 +125,27 @@ def weighted_relu_scores(
   head's [B, T, S] is ever held.
 
   Args:
-    q: Index queries [B, T, I, D].
-    k: Index keys [B, S, D].
+    q: Index queries [B, T, I, D]; fp8 is widened tile by tile.
+    k: Index keys [B, S, D], likewise.
     weights: float32 [B, T, I].
+    key_scales: float32 [B, S], what the scores of each key are multiplied by;
+      nothing by default.
 
   Returns:
     float32 [B, T, S], unmasked.
 
   Raises:
     ValueError: If the shapes do not fit each other.
-    TypeError: If the weights are not float32.
+    TypeError: If the weights or scales are not float32.
   """
   sizes = check_shape("q", q, "B T I D")
-  check_shape("k", k, "B S D", B=sizes["B"], D=sizes["D"])
+  keys = check_shape("k", k, "B S D", B=sizes["B"], D=sizes["D"])
   del sizes["D"]
   check_shape("weights", weights, "B T I", **sizes)
   check_dtype("weights", weights, jnp.float32)
+  if key_scales is not None:
+    check_shape("key_scales", key_scales, "B S", B=keys["B"], S=keys["S"])
+    check_dtype("key_scales", key_scales, jnp.float32)
   rows = max(math.prod(sizes.values()), 1)
   fitting = max(_PRODUCTS // rows, _FEWEST_KEYS)
   scores: jax.Array = streaming.map_chunks(
@@ -146,7 +155,7 @@ def weighted_relu_scores(
       einops.rearrange(weights, "B T I -> B I T 1"),
     ),
     None,
-    k,
+    (k, key_scales),
     chunk_size=1 << (fitting.bit_length() - 1),
     causal=False,
     out_axis=2,
@@ -155,16 +164,27 @@ def weighted_relu_scores(
 
 
 def _score_tile(
-  queries: tuple[jax.Array, jax.Array], keys: None, k: jax.Array
+  queries: tuple[jax.Array, jax.Array],
+  keys: None,
+  tile: tuple[jax.Array, jax.Array | None],
 ) -> jax.Array:
   """([B, I, T, D], [B, I, T, 1]) and a tile of keys [B, S, D] to [B, T, S]."""
   del keys
   q, weights = queries
-  dots = jnp.einsum("bitd,bsd->bits", q, k, preferred_element_type=jnp.float32)
+  k, key_scales = tile
+  dots = jnp.einsum(
+    "bitd,bsd->bits", _wide(q), _wide(k), preferred_element_type=jnp.float32
+  )
   scores = jnp.zeros(dots[:, 0].shape, jnp.float32)
   for i in range(q.shape[1]):
     scores += weights[:, i] * jax.nn.relu(dots[:, i])
-  return scores
+  return scores if key_scales is None else scores * key_scales[:, None]
+
+
+def _wide(x: jax.Array) -> jax.Array:
+  """fp8 in bfloat16, which holds it exactly and adds up in float32."""
+  # fp8 matrix units add up with fewer bits than float32.
+  return x.astype(jnp.bfloat16) if x.dtype.itemsize == 1 else x
 
 
 def selected_scores(
