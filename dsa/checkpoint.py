@@ -1,38 +1,46 @@
-"""Hugging Face tensors to and from `DSAParams`.
+"""Hugging Face tensors to and from `DSAParams`, in memory or in a folder.
 
 Checkpoints hold matrices of shape [outputs, inputs] with the heads folded into
 one of the two. One table says, for each parameter, its name there and how its
 axes lie; it is read in one direction to load and in the other to save.
 
-Block-quantised weights (float8_e4m3fn with a `weight_scale_inv` beside them)
-are dequantised: value = weight * scale of its 128 x 128 block, where the last
-block of a row or column may be partial.
+Block-quantised weights are dequantised on the way in. All names, shapes and
+dtypes are checked before the first number is read.
 
 Source: the published checkpoints of DeepSeek-V3.2 and GLM-5.
 """
 
 import math
+import operator
+import os
 import re
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import einops
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
+from dsa import config_hf
+from dsa.checkpoint_files import Folder
+from dsa.checkpoint_tensors import check_present, check_tensor, read_checked
 from dsa.config import DSAConfig
 from dsa.params import (
   DSAParams,
   IndexerParams,
   MLAParams,
-  ParamSpec,
   check_params,
   param_specs,
 )
 
-_BLOCK = 128
+# What stands before the names of a layer's attention, in a folder.
+_LAYER_PREFIX = "model.layers.{}.self_attn."
+
+# Loads that take less are silent; longer ones say so as often.
+_PROGRESS_S = 5.0
 
 
 class _Tensor(NamedTuple):
@@ -92,19 +100,9 @@ def params_from_hf(
     ValueError: If a tensor or a scale is missing, or a shape is not what the
       configuration says. Nothing is loaded then.
   """
-  entries, specs, treedef = _layout(config, has_indexer=has_indexer)
-  names = [prefix + entry.name for entry in entries]
-  missing = [name for name in names if name not in tensors]
-  if missing:
-    raise ValueError(f"checkpoint lacks {', '.join(missing)}")
-  leaves = []
-  for name, entry, spec in zip(names, entries, specs, strict=True):
-    sizes = dict(zip(entry.ours.split(), spec.shape, strict=True))
-    tensor = _read(tensors, name, entry, sizes)
-    ours = einops.rearrange(tensor, f"{entry.theirs} -> {entry.ours}", **sizes)
-    is_head_weights = entry is _INDEXER.weights_proj
-    leaves.append(jnp.asarray(ours, jnp.float32 if is_head_weights else None))
-  return jax.tree.unflatten(treedef, leaves)
+  layer = _Layer(config, prefix=prefix, has_indexer=has_indexer)
+  layer.check(tensors)
+  return layer.read(tensors)
 
 
 def params_to_hf(
@@ -126,56 +124,224 @@ def params_to_hf(
     ValueError: If a shape is not what the configuration says.
   """
   check_params(params, config)
-  has_indexer = params.indexer is not None
-  entries, specs, treedef = _layout(config, has_indexer=has_indexer)
-  leaves = treedef.flatten_up_to(params)
+  layer = _Layer(config, prefix=prefix, has_indexer=params.indexer is not None)
+  leaves = layer.treedef.flatten_up_to(params)
   tensors = {}
-  for entry, spec, leaf in zip(entries, specs, leaves, strict=True):
-    name = prefix + entry.name
-    sizes = dict(zip(entry.ours.split(), spec.shape, strict=True))
-    tensors[name] = einops.rearrange(
-      np.asarray(leaf), f"{entry.ours} -> {entry.theirs}", **sizes
+  for place, leaf in zip(layer.places, leaves, strict=True):
+    theirs = einops.rearrange(
+      np.asarray(leaf),
+      f"{place.entry.ours} -> {place.entry.theirs}",
+      **place.sizes,
     )
+    # What writes a file may take an array's memory for its elements in order.
+    tensors[place.name] = np.ascontiguousarray(theirs)
   return tensors
 
 
-def _layout(
-  config: DSAConfig, *, has_indexer: bool
-) -> tuple[list[_Tensor], list[ParamSpec], Any]:
-  """Each parameter's place in a checkpoint and its spec, and their tree."""
-  specs = param_specs(config, jnp.float32)
-  if not has_indexer:
-    specs = specs._replace(indexer=None)
-  table = DSAParams(mla=_MLA, indexer=_INDEXER if has_indexer else None)
-  treedef: Any = jax.tree.structure(specs)
-  return treedef.flatten_up_to(table), treedef.flatten_up_to(specs), treedef
+def open_hf(directory: str | os.PathLike[str]) -> Folder:
+  """Opens a checkpoint folder; no tensor is read yet.
+
+  Args:
+    directory: The folder.
+
+  Returns:
+    A mapping of names to tensors that `np.asarray` reads, for `params_from_hf`
+    and `read_tensor`. `config_json()` reads its config.json.
+
+  Raises:
+    FileNotFoundError: If it does not exist or has no safetensors files.
+    ValueError: If the list of its tensors is damaged.
+  """
+  return Folder(directory)
 
 
-def _read(
-  tensors: Mapping[str, Any], name: str, entry: _Tensor, sizes: dict[str, int]
-) -> np.ndarray:
-  """The tensor in plain numbers, its shape checked."""
-  tensor = np.asarray(tensors[name])
-  expected = _folded_shape(entry.theirs, sizes)
-  if tensor.shape != expected:
-    raise ValueError(f"{name} must have shape {expected}, got {tensor.shape}")
-  if tensor.dtype != ml_dtypes.float8_e4m3fn:
-    _check_float(name, tensor)
-    return tensor
-  scale_name = f"{name}_scale_inv"
-  if scale_name not in tensors:
-    raise ValueError(f"{name} is float8_e4m3fn but {scale_name} is missing")
-  return _dequantize(tensor, np.asarray(tensors[scale_name]), scale_name)
+def load_hf(
+  directory: str | os.PathLike[str],
+  config: DSAConfig,
+  layers: Iterable[int],
+  *,
+  progress: Callable[[str], None] | None = None,
+) -> list[DSAParams[jax.Array]]:
+  """Reads the attention parameters of layers from a checkpoint folder.
 
+  Only the shards that hold these layers are opened, and only the attention's
+  tensors are read.
 
-def _check_float(name: str, tensor: np.ndarray) -> None:
-  """Bytes and integers are never read as plain numbers."""
-  is_float = jnp.issubdtype(tensor.dtype, jnp.floating)
-  if not is_float or tensor.dtype.itemsize < 2:
-    raise ValueError(
-      f"{name} must be of a float dtype of at least 16 bits or float8_e4m3fn, "
-      f"got {tensor.dtype}"
+  Args:
+    directory: A Hugging Face folder: config.json and safetensors.
+    config: The sizes, `DSAConfig.from_hf(open_hf(directory).config_json())`;
+      what it says otherwise than config.json is an error.
+    layers: Which layers, from 0 on.
+    progress: Called with a line every few seconds of a long load; writes to
+      stderr by default.
+
+  Returns:
+    The parameters of each layer, in the order of `layers` and as
+    `params_from_hf` gives them. A layer for which `config.has_indexer` is False
+    has none.
+
+  Raises:
+    FileNotFoundError: If the folder, config.json or a shard is missing.
+    TypeError: If a layer is no integer.
+    ValueError: If there is no such layer, config.json says otherwise than
+      `config`, a shard is damaged, or a tensor or scale is missing or not of
+      the shape and dtype it must have. The file and the tensor are named, and
+      nothing is loaded.
+  """
+  folder = Folder(directory)
+  numbers = [operator.index(layer) for layer in layers]
+  _check_config(folder, config, numbers)
+  plan = [
+    _Layer(
+      config,
+      prefix=_LAYER_PREFIX.format(number),
+      has_indexer=config.has_indexer(number),
     )
+    for number in numbers
+  ]
+  for layer in plan:
+    layer.check(folder)
+  report = _Progress(folder, plan, progress or _to_stderr)
+  loaded = []
+  for layer in plan:
+    loaded.append(layer.read(folder))
+    report(layer)
+  return loaded
+
+
+def read_tensor(
+  tensors: Mapping[str, Any], name: str, shape: tuple[int, ...]
+) -> np.ndarray:
+  """Reads one tensor in plain numbers: what a layer needs beside attention.
+
+  Args:
+    tensors: Arrays by their name in the checkpoint, or an opened folder.
+    name: Which.
+    shape: What its shape must be.
+
+  Returns:
+    The tensor in its own dtype, fp8 weights in bfloat16.
+
+  Raises:
+    ValueError: If it or its scale is missing, of another shape or no floats.
+  """
+  check_present(tensors, [name])
+  check_tensor(tensors, name, shape)
+  return read_checked(tensors, name, jnp.bfloat16)
+
+
+class _Place(NamedTuple):
+  """A parameter's name in a checkpoint, how it lies there, and its sizes."""
+
+  name: str
+  entry: _Tensor
+  sizes: dict[str, int]
+
+
+class _Layer:
+  """Where the parameters of one layer lie in a checkpoint.
+
+  Attributes:
+    prefix: What stands before their names.
+    places: One for each, in the order of the tree's leaves.
+    treedef: The tree.
+  """
+
+  def __init__(self, config: DSAConfig, *, prefix: str, has_indexer: bool):
+    specs = param_specs(config, jnp.float32)
+    if not has_indexer:
+      specs = specs._replace(indexer=None)
+    table = DSAParams(mla=_MLA, indexer=_INDEXER if has_indexer else None)
+    self.prefix = prefix
+    treedef: Any = jax.tree.structure(specs)
+    self.treedef = treedef
+    self.places = [
+      _Place(
+        prefix + entry.name,
+        entry,
+        dict(zip(entry.ours.split(), spec.shape, strict=True)),
+      )
+      for entry, spec in zip(
+        treedef.flatten_up_to(table),
+        treedef.flatten_up_to(specs),
+        strict=True,
+      )
+    ]
+
+  def check(self, tensors: Mapping[str, Any]) -> None:
+    """Raises unless all can be read; reads no numbers from a file."""
+    check_present(tensors, [place.name for place in self.places])
+    for place in self.places:
+      shape = _folded_shape(place.entry.theirs, place.sizes)
+      check_tensor(tensors, place.name, shape)
+
+  def read(self, tensors: Mapping[str, Any]) -> DSAParams[jax.Array]:
+    leaves = []
+    for name, entry, sizes in self.places:
+      is_head_weights = entry is _INDEXER.weights_proj
+      dequantized = jnp.float32 if is_head_weights else jnp.bfloat16
+      theirs = read_checked(tensors, name, dequantized)
+      ours = einops.rearrange(
+        theirs, f"{entry.theirs} -> {entry.ours}", **sizes
+      )
+      leaves.append(jnp.asarray(ours, jnp.float32 if is_head_weights else None))
+    return jax.tree.unflatten(self.treedef, leaves)
+
+
+class _Progress:
+  """Says every few seconds how much of a load is done."""
+
+  def __init__(
+    self, folder: Folder, plan: list[_Layer], say: Callable[[str], None]
+  ):
+    self._folder, self._say = folder, say
+    self._total = sum(map(self._bytes, plan))
+    self._done = 0
+    self._last = time.monotonic()
+
+  def __call__(self, layer: _Layer) -> None:
+    self._done += self._bytes(layer)
+    now = time.monotonic()
+    if now - self._last >= _PROGRESS_S:
+      self._last = now
+      self._say(
+        f"reading {self._folder.directory}: {self._done / 1e9:,.1f} of "
+        f"{self._total / 1e9:,.1f} GB, up to {layer.prefix}*"
+      )
+
+  def _bytes(self, layer: _Layer) -> int:
+    return sum(self._folder[place.name].nbytes for place in layer.places)
+
+
+def _to_stderr(line: str) -> None:
+  sys.stderr.write(f"{line}\n")
+  sys.stderr.flush()
+
+
+def _check_config(folder: Folder, config: DSAConfig, layers: list[int]) -> None:
+  """What a checkpoint says of itself is never overruled by a default."""
+  path = folder.directory / "config.json"
+  config_json = folder.config_json()
+  try:
+    stated = DSAConfig.from_hf(config_json)
+  except ValueError as error:
+    raise ValueError(f"{path}: {error}") from error
+  # A model may be cut to its first layers, and entries past them are idle.
+  names = {"rope", *config_hf.layer_fields(config_json)}
+  names -= {"num_hidden_layers", "indexer_types"}
+  differences = [
+    f"{name}={getattr(stated, name)!r}, got {getattr(config, name)!r}"
+    for name in sorted(names)
+    if getattr(stated, name) != getattr(config, name)
+  ]
+  differences += [
+    f"has_indexer({layer})={stated.has_indexer(layer)}, got "
+    f"{config.has_indexer(layer)}"
+    for layer in layers
+    if stated.has_indexer(layer) != config.has_indexer(layer)
+  ]
+  if differences:
+    raise ValueError(f"config must have {path}'s {'; '.join(differences)}")
 
 
 def _folded_shape(axes: str, sizes: dict[str, int]) -> tuple[int, ...]:
@@ -185,22 +351,3 @@ def _folded_shape(axes: str, sizes: dict[str, int]) -> tuple[int, ...]:
     math.prod(sizes[axis] for axis in word.strip("()").split())
     for word in words
   )
-
-
-def _dequantize(
-  weight: np.ndarray, scale: np.ndarray, scale_name: str
-) -> np.ndarray:
-  """Multiplies each 128 x 128 block by its scale; bfloat16."""
-  blocks = tuple(-(-size // _BLOCK) for size in weight.shape)
-  if scale.shape != blocks:
-    raise ValueError(
-      f"{scale_name} must have shape {blocks}, got {scale.shape}"
-    )
-  if not jnp.issubdtype(scale.dtype, jnp.floating):
-    raise ValueError(
-      f"{scale_name} must be of a float dtype, got {scale.dtype}"
-    )
-  scale = scale.astype(np.float32)
-  for axis, size in enumerate(weight.shape):
-    scale = np.repeat(scale, _BLOCK, axis=axis).take(range(size), axis=axis)
-  return (weight.astype(np.float32) * scale).astype(ml_dtypes.bfloat16)
