@@ -17,6 +17,13 @@ K = min(index_topk, S).
 
 from dsa import backends, checkpoint, quantization
 from dsa.attention import Attention, AttentionResult, Stage, make_attention
+from dsa.cache import (
+  Cache,
+  CachedAttention,
+  CachedResult,
+  init_cache,
+  make_cached_attention,
+)
 from dsa.config import DSAConfig, RopeConfig, deepseek_v32, glm_5
 from dsa.indexer import (
   index_head_weights,
@@ -55,6 +62,9 @@ __all__ = [
   "Attention",
   "AttentionResult",
   "Backend",
+  "Cache",
+  "CachedAttention",
+  "CachedResult",
   "DSAConfig",
   "DSAParams",
   "IndexerParams",
@@ -74,9 +84,11 @@ __all__ = [
   "indexer_kl",
   "indexer_kl_loss",
   "indexer_scores",
+  "init_cache",
   "init_params",
   "kv_latents",
   "make_attention",
+  "make_cached_attention",
   "mla_queries",
   "quantization",
   "query_latent",

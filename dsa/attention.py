@@ -22,8 +22,8 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from dsa import index_scan, losses, mla, quantization, streaming
 from dsa import indexer as indexer_lib
-from dsa import losses, mla, quantization, streaming
 from dsa import selection as selection_lib
 from dsa.checks import check_count, check_dtype, check_shape
 from dsa.config import DSAConfig
@@ -32,9 +32,6 @@ from dsa.selection import Selection
 
 Stage = Literal["sparse", "dense_warmup"]
 _STAGES = ("sparse", "dense_warmup")
-
-# Queries that are scored at once: enough to fill a matrix unit.
-_SELECT_CHUNK = 128
 
 # Bytes that a chunk's queries, logits and outputs may take by default.
 _CHUNK_BYTES = 128 << 20
@@ -174,13 +171,15 @@ def make_attention(
     else:
       selection = _visible_part(selection, tokens)
     indexer = params.indexer if indexer_loss else None
+    reads_all = stage == "dense_warmup" or reads_all_keys(backend)
     out, divergences = streaming.map_chunks(
       functools.partial(_attend_chunk, options),
       (params.mla, indexer),
       _keys(params.mla, indexer, tokens, config),
       (tokens, selection),
-      chunk_size=query_chunk_size or _default_chunk_size(options, x),
-      causal=stage == "dense_warmup" or _reads_all_keys(backend),
+      chunk_size=query_chunk_size
+      or default_chunk_size(config, x, num_keys=x.shape[1] if reads_all else 0),
+      causal=reads_all,
     )
     loss = losses.mean_over_valid(divergences, tokens.segment_ids != 0)
     return AttentionResult(out, selection, loss)
@@ -197,15 +196,15 @@ def _select(
   weights, tokens = jax.lax.stop_gradient(
     ((params.mla, params.indexer), tokens)
   )
-  index_keys = indexer_lib.index_keys(
+  index_keys = index_scan.index_keys(
     weights[1], tokens.x, tokens.positions, config
   )
   indices = streaming.map_chunks(
     functools.partial(_select_chunk, config, tokens.order.shape[1]),
     weights,
-    (quantization.stored_index_keys(index_keys, config), tokens.segment_ids),
+    (index_keys, tokens.segment_ids),
     tokens,
-    chunk_size=_SELECT_CHUNK,
+    chunk_size=index_scan.QUERY_CHUNK,
     causal=True,
   )
   return Selection(indices)
@@ -220,19 +219,15 @@ def _select_chunk(
 ) -> jax.Array:
   """int32 [B, T, min(index_topk, S)] for a chunk of queries."""
   params, indexer = weights
-  index_keys, key_segment_ids = keys
-  q_latent = mla.query_latent(params, tokens.x, config)
-  q, head_weights = _index_queries(indexer, q_latent, tokens, config)
-  scores = quantization.stored_index_scores(q, index_keys, head_weights, config)
-  indices = selection_lib.topk_indices(
-    scores, config.index_topk, _visible(tokens, key_segment_ids)
-  )
-  # Early chunks are given fewer keys than later ones select.
-  width = min(config.index_topk, num_keys)
-  return jnp.pad(
-    indices,
-    [(0, 0), (0, 0), (0, width - indices.shape[-1])],
-    constant_values=-1,
+  x, *known = tokens
+  q_latent = index_scan.query_latent(params, x, config)
+  return index_scan.select(
+    indexer,
+    index_scan.Tokens(x, q_latent, *known),
+    *keys,
+    config=config,
+    # Early chunks are given fewer keys than later ones select.
+    width=min(config.index_topk, num_keys),
   )
 
 
@@ -338,14 +333,24 @@ def _visible_part(selection: Selection, tokens: _Tokens) -> Selection:
   return Selection(jnp.where(visible & (query_ids != 0), indices, -1))
 
 
-def _reads_all_keys(backend: mla.Backend) -> bool:
+def reads_all_keys(backend: mla.Backend) -> bool:
+  """Whether a backend's cost grows with the number of keys."""
   return getattr(backend, "reads_all_keys", True)
 
 
-def _default_chunk_size(options: _Options, x: jax.Array) -> int:
-  """A power of two whose chunk fits `_CHUNK_BYTES`."""
-  config = options.config
-  batch, tokens, _ = x.shape
+def default_chunk_size(
+  config: DSAConfig, x: jax.Array, *, num_keys: int
+) -> int:
+  """Queries that attend at once.
+
+  Args:
+    config: The sizes.
+    x: Hidden states [B, T, E].
+    num_keys: Keys that logits of each query are held of, beside the selected.
+
+  Returns:
+    A power of two whose chunk fits `_CHUNK_BYTES`.
+  """
   heads = config.num_attention_heads
   widths = (
     2 * (config.qk_nope_head_dim + config.qk_rope_head_dim)
@@ -353,9 +358,8 @@ def _default_chunk_size(options: _Options, x: jax.Array) -> int:
     + 2 * config.v_head_dim
   )
   query_bytes = heads * widths * x.dtype.itemsize
-  if options.stage == "dense_warmup" or _reads_all_keys(options.backend):
-    query_bytes += 2 * heads * tokens * 4  # Float32 logits, probabilities.
-  fitting = max(_CHUNK_BYTES // (batch * query_bytes), 1)
+  query_bytes += 2 * heads * num_keys * 4  # Float32 logits, probabilities.
+  fitting = max(_CHUNK_BYTES // (x.shape[0] * query_bytes), 1)
   power = 1 << (fitting.bit_length() - 1)
   return min(max(power, _SMALLEST_CHUNK), _LARGEST_CHUNK)
 

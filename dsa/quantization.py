@@ -195,29 +195,45 @@ def stored_index_keys(k: jax.Array, config: DSAConfig) -> jax.Array | Blocks:
   )
 
 
-def stored_index_scores(
-  q: jax.Array,
-  keys: jax.Array | Blocks,
-  weights: jax.Array,
-  config: DSAConfig,
-) -> jax.Array:
-  """Scores stored keys for queries, which are quantised as the keys are.
+def stored_index_queries(
+  q: jax.Array, weights: jax.Array, config: DSAConfig
+) -> tuple[jax.Array, jax.Array]:
+  """Index queries and head weights as stored keys are scored with them.
 
   Args:
     q: Index queries [B, T, I, D], as `dsa.index_queries` returns them.
-    keys: What `stored_index_keys` returned, [B, S, D].
     weights: float32 [B, T, I].
-    config: Says how the keys were quantised.
+    config: Says how the keys are quantised.
+
+  Returns:
+    q and the weights themselves, or q in fp8 and the weights times its scales.
+  """
+  if config.index_quantization == "none":
+    return q, weights
+  values, scales = quantize_index(
+    q, scale_format=SCALE_FORMATS[config.index_quantization]
+  )
+  return values, weights * scales[..., 0]
+
+
+def stored_index_scores(
+  q: jax.Array, keys: jax.Array | Blocks, weights: jax.Array
+) -> jax.Array:
+  """Scores stored keys for queries.
+
+  Args:
+    q: [B, T, I, D], from `stored_index_queries`.
+    keys: What `stored_index_keys` returned, [B, S, D].
+    weights: float32 [B, T, I], from `stored_index_queries`.
 
   Returns:
     float32 [B, T, S], unmasked.
   """
   if not isinstance(keys, Blocks):
     return indexer.weighted_relu_scores(q, keys, weights)
-  queries = quantize_index(
-    q, scale_format=SCALE_FORMATS[config.index_quantization]
+  return indexer.weighted_relu_scores(
+    q, keys.values, weights, key_scales=keys.scales[..., 0]
   )
-  return fp8_index_scores(*queries, *keys, weights)
 
 
 def fp8_index_scores(
