@@ -94,6 +94,14 @@ class MaskedSoftmaxTest(parameterized.TestCase):
       masked_softmax(logits, mask[:1]), masked_softmax(logits, whole)
     )
 
+  def test_another_axis_gives_the_same(self):
+    logits, mask = _case(5)
+    swapped = masked_softmax(
+      jnp.swapaxes(logits, 1, 2), jnp.swapaxes(mask, 1, 2), axis=1
+    )
+    wanted = masked_softmax(logits, mask)
+    np.testing.assert_allclose(jnp.swapaxes(swapped, 1, 2), wanted, atol=1e-6)
+
   def test_no_entries_at_all(self):
     probs = masked_softmax(jnp.zeros((2, 0)), jnp.zeros((2, 0), bool))
     self.assertEqual(probs.shape, (2, 0))

@@ -24,8 +24,9 @@ import jax.numpy as jnp
 # 12.5 % more arithmetic than a triangle; more groups take longer to compile.
 _CAUSAL_GROUPS = 8
 
-# Bytes of gathered rows in a block: about what a core's cache holds.
-_GATHERED_BYTES = 4 << 20
+# Bytes of gathered rows in a block: enough work for all cores at once, and few
+# enough to stay in a cache that they share.
+_GATHERED_BYTES = 40 << 20
 
 Body = Callable[[Any, Any, Any], Any]
 
@@ -181,15 +182,15 @@ def gathered_block_size(tables: Any, indices: jax.Array) -> int:
     indices: int32 [B, T, K].
 
   Returns:
-    Queries in a block of `map_gathered`, at most T.
+    Queries in a block of `map_gathered`: a power of two, at most T.
   """
   batch, queries, keys = indices.shape
   row_bytes = sum(
     math.prod(table.shape[2:]) * table.dtype.itemsize
     for table in jax.tree.leaves(tables)
   )
-  fitting = _GATHERED_BYTES // max(batch * keys * row_bytes, 1)
-  return max(min(fitting, queries), 1)
+  fitting = max(_GATHERED_BYTES // max(batch * keys * row_bytes, 1), 1)
+  return min(1 << (fitting.bit_length() - 1), queries)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

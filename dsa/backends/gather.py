@@ -50,15 +50,15 @@ def gather(*, block_size: int | None = None) -> mla.Backend:
     keep_probs: bool,
   ) -> tuple[jax.Array, ...]:
     contract.check_inputs(inputs, selection)
-    inputs, poisoned = masking.isolate_nonfinite(inputs, selection)
+    inputs, finite, poisoned = masking.skip_nonfinite(inputs, selection)
     tables = inputs.kv_latent, inputs.k_rope
     out_latent, *probs = streaming.map_gathered(
       functools.partial(_attend_block, scale, keep_probs),
       tables,
-      selection.indices,
+      finite.indices,
       (mla.absorb_queries(inputs), inputs.q_rope),
       block_size=block_size
-      or streaming.gathered_block_size(tables, selection.indices),
+      or streaming.gathered_block_size(tables, finite.indices),
     )
     out = mla.expand_values(out_latent, inputs.w_uv)
     return masking.finish(out, selection, poisoned), *probs
@@ -101,11 +101,12 @@ def _attend_block(
   """
   (q_latent, q_rope), (latent, k_rope) = queries, rows
   dot = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-  logits = dot("btnc,btkc->btnk", q_latent, latent)
-  logits += dot("btnr,btkr->btnk", q_rope, k_rope)
-  probs = masked_softmax(scale * logits, valid[:, :, None])
-  out = dot("btnk,btkc->btnc", probs.astype(latent.dtype), latent)
+  # Keys before heads: the product of many rows with few is the faster one.
+  logits = dot("btkc,btnc->btkn", latent, q_latent)
+  logits += dot("btkr,btnr->btkn", k_rope, q_rope)
+  probs = masked_softmax(scale * logits, valid[..., None], axis=2)
+  out = dot("btkn,btkc->btnc", probs.astype(latent.dtype), latent)
   out = out.astype(q_latent.dtype)
   if not keep_probs:
     return (out,)
-  return out, jnp.mean(jax.lax.stop_gradient(probs), axis=2)
+  return out, jnp.mean(jax.lax.stop_gradient(probs), axis=-1)

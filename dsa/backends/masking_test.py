@@ -55,6 +55,35 @@ class IsolateNonfiniteTest(parameterized.TestCase):
     self.assertEqual(np.argwhere(poisoned).tolist(), [[0, 2]])
 
 
+class SkipNonfiniteTest(parameterized.TestCase):
+  @parameterized.product(
+    name=_BY_KEY, value=(np.nan, np.inf, -np.inf), num_keys=(6, 50)
+  )
+  def test_bad_keys_are_not_selected(self, name, value, num_keys):
+    # Fewer keys than are selected, and more: the rows checked differ.
+    inputs, _, _ = random_case(5, B=1, T=4, S=num_keys).arguments()
+    array = getattr(inputs, name)
+    bad = inputs._replace(**{name: array.at[0, [0, 4], 1].set(value)})
+    selection = _selection([0, 1, 4], [1, 3, -1], [2, 4, -1], [-1, -1, -1])
+    same, finite, poisoned = masking.skip_nonfinite(bad, selection)
+    jax.tree.map(np.testing.assert_array_equal, same, bad)
+    np.testing.assert_array_equal(
+      finite.indices[0],
+      [[-1, 1, -1], [1, 3, -1], [2, -1, -1], [-1, -1, -1]],
+    )
+    np.testing.assert_array_equal(poisoned, [[True, False, True, False]])
+
+  @parameterized.parameters(*_BY_QUERY)
+  def test_a_bad_query_is_zeroed_and_poisoned_alone(self, name):
+    case = random_case(6)
+    inputs, selection, _ = case.fill(np.nan, name, at=(0, 2, 1)).arguments()
+    clean, finite, poisoned = masking.skip_nonfinite(inputs, selection)
+    wanted = case.fill(0, *_BY_QUERY, at=(0, 2)).inputs
+    jax.tree.map(np.testing.assert_array_equal, clean, wanted)
+    np.testing.assert_array_equal(finite.indices, selection.indices)
+    self.assertEqual(np.argwhere(poisoned).tolist(), [[0, 2]])
+
+
 class FinishTest(parameterized.TestCase):
   def test_zero_for_the_empty_and_nan_for_the_poisoned(self):
     out = jnp.full((1, 4, 2, 3), 7.0)
