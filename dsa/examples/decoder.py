@@ -1,13 +1,17 @@
-"""A small decoder over bytes, with DSA layers, in pure JAX.
+"""A small decoder with DSA layers and dense MLPs, in pure JAX.
 
     x = embedding[tokens]
     for each layer:
       x += attend(RMSNorm(x))                       DSA: indexer, top-k, MLA
-      x += gelu(RMSNorm(x) w_up) w_down
+      y = RMSNorm(x)
+      x += (silu(y w_gate) * (y w_up)) w_down
     logits = RMSNorm(x) head
 
-Layers are stacked along a first axis and run by a scan. Indexers lie in a tree
-of their own, beside the decoder's: what trains one leaves the other alone.
+To train, layers are stacked along a first axis and run by a scan. Indexers lie
+in a tree of their own, beside the decoder's: what trains one leaves the other
+alone.
+
+Source: the dense layers of DeepSeek-V3.2, as its published checkpoints have it.
 """
 
 from collections.abc import Callable
@@ -21,46 +25,53 @@ from dsa import norms
 
 NUM_BYTES = 256
 
+# The width of an MLP, in widths of the residual stream.
+_MLP_WIDTHS = 3
+
 # Called with a layer's parameters and hidden states [B, T, E]; returns
 # [B, T, E] and whatever else is wanted of each layer.
 Attend = Callable[[dsa.DSAParams[jax.Array], jax.Array], tuple[jax.Array, Any]]
 
 
 class LayerParams(NamedTuple):
-  """Weights of all layers but for their indexers, stacked along a first axis.
+  """Weights of a layer but for its indexer; F is the width of its MLP.
 
   Attributes:
-    attention_norm: [layers, E], RMSNorm gain.
-    mla: The attention's; each array with `layers` in front.
-    mlp_norm: [layers, E], RMSNorm gain.
-    w_up: [layers, E, 4 E].
-    w_down: [layers, 4 E, E].
+    attention_norm: [E], RMSNorm gain.
+    mla: The attention's.
+    mlp_norm: [E], RMSNorm gain.
+    w_gate: [E, F].
+    w_up: [E, F].
+    w_down: [F, E].
   """
 
   attention_norm: jax.Array
   mla: dsa.MLAParams[jax.Array]
   mlp_norm: jax.Array
+  w_gate: jax.Array
   w_up: jax.Array
   w_down: jax.Array
 
 
-class DecoderParams(NamedTuple):
+class DecoderParams[Layers](NamedTuple):
   """Weights of a decoder, but for its indexers.
 
   Attributes:
-    embedding: [256, E].
-    layers: Those of the layers.
+    embedding: [vocabulary, E].
+    layers: One `LayerParams` of all layers, each array with `layers` in front;
+      or a tuple of one for each layer.
     final_norm: [E], RMSNorm gain.
-    head: [E, 256].
+    head: [E, vocabulary].
   """
 
   embedding: jax.Array
-  layers: LayerParams
+  layers: Layers
   final_norm: jax.Array
   head: jax.Array
 
 
-# The indexers of all layers, each array with `layers` in front.
+# What is trained: all layers at once, each array with `layers` in front.
+StackedParams = DecoderParams[LayerParams]
 Indexers = dsa.IndexerParams[jax.Array]
 
 
@@ -111,7 +122,7 @@ def decoder_config(
 
 def init_decoder(
   key: jax.Array, config: dsa.DSAConfig
-) -> tuple[DecoderParams, Indexers]:
+) -> tuple[StackedParams, Indexers]:
   """Draws all weights, float32.
 
   Args:
@@ -119,10 +130,11 @@ def init_decoder(
     config: The sizes.
 
   Returns:
-    The decoder's weights, and its indexers'.
+    The decoder's weights for bytes, and its indexers'.
   """
   embed, layers = config.hidden_size, config.num_hidden_layers
-  keys = jax.random.split(key, 5)
+  width = _MLP_WIDTHS * embed
+  keys = jax.random.split(key, 6)
   attention = jax.vmap(lambda key: dsa.init_params(key, config))(
     jax.random.split(keys[0], layers)
   )
@@ -136,17 +148,53 @@ def init_decoder(
       attention_norm=jnp.ones((layers, embed)),
       mla=attention.mla,
       mlp_norm=jnp.ones((layers, embed)),
-      w_up=matrix(keys[2], layers, embed, 4 * embed),
-      w_down=matrix(keys[3], layers, 4 * embed, embed),
+      w_gate=matrix(keys[2], layers, embed, width),
+      w_up=matrix(keys[3], layers, embed, width),
+      w_down=matrix(keys[4], layers, width, embed),
     ),
     final_norm=jnp.ones(embed),
-    head=matrix(keys[4], embed, NUM_BYTES),
+    head=matrix(keys[5], embed, NUM_BYTES),
   )
   return decoder, cast(Indexers, attention.indexer)
 
 
+def apply_layer(
+  x: jax.Array,
+  layer: LayerParams,
+  indexer: Indexers | None,
+  *,
+  attend: Attend,
+  eps: float,
+) -> tuple[jax.Array, Any]:
+  """Runs one layer.
+
+  Args:
+    x: The residual stream [B, T, E].
+    layer: Its weights.
+    indexer: Its indexer's, or None where `attend` needs none.
+    attend: Its attention.
+    eps: Epsilon of the RMSNorms.
+
+  Returns:
+    The residual stream behind it, and what `attend` returned beside the output.
+  """
+  normed = norms.rms_norm(x, layer.attention_norm, eps=eps)
+  out, extra = attend(dsa.DSAParams(layer.mla, indexer), normed)
+  x += out
+  normed = norms.rms_norm(x, layer.mlp_norm, eps=eps)
+  gated = jax.nn.silu(normed @ layer.w_gate) * (normed @ layer.w_up)
+  return x + gated @ layer.w_down, extra
+
+
+def read_out(
+  decoder: DecoderParams[Any], x: jax.Array, *, eps: float
+) -> jax.Array:
+  """Logits [B, T, vocabulary] of the residual stream behind the last layer."""
+  return norms.rms_norm(x, decoder.final_norm, eps=eps) @ decoder.head
+
+
 def apply_decoder(
-  decoder: DecoderParams,
+  decoder: StackedParams,
   indexers: Indexers,
   tokens: jax.Array,
   *,
@@ -157,29 +205,24 @@ def apply_decoder(
 
   Args:
     decoder: Its weights.
-    indexers: Its indexers' weights.
-    tokens: Integers [B, T] below 256.
+    indexers: Its indexers' weights, each array with `layers` in front.
+    tokens: Integers [B, T] below the size of the vocabulary.
     attend: The attention of each layer.
     eps: Epsilon of the RMSNorms.
 
   Returns:
-    Logits of the next byte [B, T, 256], and what `attend` returned beside the
-    output, each array with `layers` in front.
+    Logits of the next token [B, T, vocabulary], and what `attend` returned
+    beside the output, each array with `layers` in front.
   """
 
   def run_layer(
     x: jax.Array, weights: tuple[LayerParams, Indexers]
   ) -> tuple[jax.Array, Any]:
-    layer, indexer = weights
-    normed = norms.rms_norm(x, layer.attention_norm, eps=eps)
-    out, extra = attend(dsa.DSAParams(layer.mla, indexer), normed)
-    x += out
-    normed = norms.rms_norm(x, layer.mlp_norm, eps=eps)
-    return x + jax.nn.gelu(normed @ layer.w_up) @ layer.w_down, extra
+    return apply_layer(x, *weights, attend=attend, eps=eps)
 
   x = decoder.embedding[tokens]  # [B, T, E]
   x, extras = jax.lax.scan(run_layer, x, (decoder.layers, indexers))
-  return norms.rms_norm(x, decoder.final_norm, eps=eps) @ decoder.head, extras
+  return read_out(decoder, x, eps=eps), extras
 
 
 def next_byte_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ attention, stage 2 the indexers alone, stage 3 both, with the keys that the
 indexers select. Results go to stdout, progress to stderr.
 
     python -m dsa.examples.train_text --checkpoint_dir run --plot training.png
+    python -m dsa.examples.train_text --checkpoint_dir run --export folder
 """
 
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from dsa.examples import (
   common,
   comparison,
   corpus,
+  decoder_folder,
   report,
   selection_plot,
   train_checkpoint,
@@ -41,6 +43,12 @@ _TEXT = flags.DEFINE_string(
 )
 _PLOT = flags.DEFINE_string(
   "plot", None, "Picture to write of the losses and the recall (.png)."
+)
+_EXPORT = flags.DEFINE_string(
+  "export",
+  None,
+  "Folder to write the trained decoder in, as a Hugging Face checkpoint that "
+  "generate reads.",
 )
 _CHECKPOINT_DIR = flags.DEFINE_string(
   "checkpoint_dir",
@@ -110,6 +118,10 @@ def train_text() -> None:
     if plot is not None:
       with common.reported_as(f"--plot {_PLOT.value}"):
         selection_plot.check_path(plot)
+    export = None if _EXPORT.value is None else common.resolve(_EXPORT.value)
+    if export is not None:
+      with common.reported_as(f"--export {_EXPORT.value}"):
+        decoder_folder.prepare(export)
     values: dict[str, Any] = {flag.name: flag.value for flag in _SETTINGS}
     settings = train_run.Settings(**values)
     with common.reported_as("cannot train"):
@@ -126,6 +138,8 @@ def train_text() -> None:
     with common.reported_as(f"--plot {_PLOT.value}"):
       training_report.draw(run, settings, plot, title=title)
     report.progress(f"wrote {plot}")
+  if export is not None:
+    _export(run, settings, export)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -192,6 +206,20 @@ def _restore(
   run = train_checkpoint.load(path, run, identity)
   report.progress(f"going on from step {int(run.step):,}, saved in {path}")
   return run
+
+
+def _export(
+  run: train_run.Run, settings: train_run.Settings, directory: Path
+) -> None:
+  with common.reported_as(f"--export {_EXPORT.value}"):
+    decoder_folder.save(
+      directory,
+      run.model.decoder,
+      run.model.indexers,
+      settings.config(),
+      max_positions=settings.seq_len,
+    )
+  report.progress(f"wrote {directory}")
 
 
 def _farewell(run: train_run.Run, settings: train_run.Settings) -> str:

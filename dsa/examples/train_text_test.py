@@ -21,7 +21,13 @@ import numpy as np
 from absl.testing import absltest, flagsaver, parameterized
 from matplotlib import image
 
-from dsa.examples import common, corpus, train_checkpoint, train_text
+from dsa.examples import (
+  common,
+  corpus,
+  decoder_folder,
+  train_checkpoint,
+  train_text,
+)
 
 _STEPS = (14, 12, 8)
 _SMALL = (
@@ -124,6 +130,7 @@ class TrainTextTest(parameterized.TestCase):
       *cls.arguments,
       f"--checkpoint_dir={cls.whole_dir}",
       f"--plot={cls.folder / 'plot.png'}",
+      f"--export={cls.folder / 'export'}",
     )
 
   def setUp(self):
@@ -221,6 +228,20 @@ class TrainTextTest(parameterized.TestCase):
     pixels = image.imread(self.folder / "plot.png")
     self.assertGreater(pixels.std(), 0.05)
 
+  def test_the_export_is_the_trained_decoder(self):
+    self.assertIn(f"wrote {self.folder}/export", self.err)
+    params, indexers = decoder_folder.load(self.folder / "export").decoder
+    with np.load(self.whole_dir / "checkpoint.npz") as whole:
+      for name, actual in (
+        ("decoder.embedding", params.embedding),
+        ("decoder.layers.w_gate", params.layers[1].w_gate),
+        ("decoder.layers.mla.wo", params.layers[1].mla.wo),
+        ("indexers.wk", indexers[1].wk),
+      ):
+        wanted = whole[f"tree.model.{name}"]
+        wanted = wanted if wanted.ndim == actual.ndim else wanted[1]
+        np.testing.assert_array_equal(actual, wanted, err_msg=name)
+
   @parameterized.named_parameters(
     ("missing_text", ["--text=missing"], "--text missing: No such file"),
     ("empty_folder", ["--text=empty"], "--text empty: there is no file"),
@@ -233,6 +254,7 @@ class TrainTextTest(parameterized.TestCase):
     ("no_flag", ["text.txt"], "text.txt"),
     ("plot_nowhere", ["--plot=no/such.png"], "no/such.png"),
     ("plot_format", ["--plot=a.docx"], "png"),
+    ("export_is_file", ["--export=text.txt"], "text.txt: File exists"),
     ("dir_is_file", ["--checkpoint_dir=short.txt"], "short.txt: File exists"),
     ("dir_below_file", ["--checkpoint_dir=text.txt/a"], "Not a directory"),
   )

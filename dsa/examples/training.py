@@ -38,7 +38,7 @@ class Adam(NamedTuple):
 class Model(NamedTuple):
   """What training changes: two groups of weights, each with its Adam."""
 
-  decoder: decoder_lib.DecoderParams
+  decoder: decoder_lib.StackedParams
   decoder_adam: Adam
   indexers: decoder_lib.Indexers
   indexers_adam: Adam
