@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from dsa import index_scan, losses, mla, quantization, streaming
+from dsa import index_scan, losses, mesh, mla, quantization, streaming
 from dsa import indexer as indexer_lib
 from dsa import selection as selection_lib
 from dsa.checks import check_count, check_dtype, check_shape
@@ -196,10 +196,20 @@ def _select(
   weights, tokens = jax.lax.stop_gradient(
     ((params.mla, params.indexer), tokens)
   )
+  select = functools.partial(_select_rows, config)
+  return Selection(mesh.map_rows(select, weights, tokens))
+
+
+def _select_rows(
+  config: DSAConfig,
+  weights: tuple[MLAParams[jax.Array], IndexerParams[jax.Array]],
+  tokens: _Tokens,
+) -> jax.Array:
+  """int32 [B, T, min(index_topk, S)] for whole sequences."""
   index_keys = index_scan.index_keys(
     weights[1], tokens.x, tokens.positions, config
   )
-  indices = streaming.map_chunks(
+  indices: jax.Array = streaming.map_chunks(
     functools.partial(_select_chunk, config, tokens.order.shape[1]),
     weights,
     (index_keys, tokens.segment_ids),
@@ -207,7 +217,7 @@ def _select(
     chunk_size=index_scan.QUERY_CHUNK,
     causal=True,
   )
-  return Selection(indices)
+  return indices
 
 
 def _select_chunk(
@@ -379,8 +389,9 @@ def _tokens(
     if array is not None:
       check_shape(name, array, "B T", B=sizes["B"], T=sizes["T"])
       check_dtype(name, array, jnp.integer)
-  order = jnp.arange(sizes["T"], dtype=jnp.int32)
-  order = jnp.broadcast_to(order, (sizes["B"], sizes["T"]))
+  # Made from x, to be spread over devices as x is.
+  order = jnp.zeros_like(x[..., 0], jnp.int32)
+  order += jnp.arange(sizes["T"], dtype=jnp.int32)
   if positions is None:
     positions = order
   if segment_ids is None:

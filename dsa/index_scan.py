@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from dsa import indexer as indexer_lib
-from dsa import mla, quantization, streaming
+from dsa import mesh, mla, quantization, streaming
 from dsa import selection as selection_lib
 from dsa.config import DSAConfig
 from dsa.params import IndexerParams, MLAParams
@@ -207,7 +207,10 @@ def scan(
     part = _tile_scores(q, weights, part)
     return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=2)
 
-  scores = jnp.zeros((batch, tokens, length), jnp.float32)
+  scores = mesh.vary(
+    jnp.zeros((batch, tokens, length), jnp.float32),
+    mesh.varying_axes(q, weights, keys),
+  )
   num_tiles = -(-(length if num_keys is None else num_keys) // tile)
   return jax.lax.fori_loop(0, num_tiles, score, scores)
 

@@ -54,15 +54,17 @@ class Selection(NamedTuple):
       ValueError: If `indices` is not of rank 3.
       TypeError: If `indices` are not integers.
     """
-    sizes = check_shape("indices", self.indices, "B T K")
+    check_shape("indices", self.indices, "B T K")
     check_dtype("indices", self.indices, jnp.integer)
     indices = self.indices.astype(jnp.int32)
     # -1 would wrap to the last key; S is out of bounds and dropped.
     columns = jnp.where(indices < 0, num_keys, indices)
-    empty = jnp.zeros((sizes["B"], sizes["T"], num_keys), bool)
-    return jnp.put_along_axis(
-      empty, columns, True, axis=-1, inplace=False, mode="drop"
-    )
+
+    def mark(columns: jax.Array) -> jax.Array:
+      return jnp.zeros(num_keys, bool).at[columns].set(True, mode="drop")
+
+    # By row, so that rows may be spread over devices.
+    return jax.vmap(jax.vmap(mark))(columns)
 
 
 def check_selection(selection: Selection, **sizes: int) -> dict[str, int]:
@@ -243,7 +245,7 @@ def _threshold(ranks: jax.Array, k: int) -> jax.Array:
     probe = jnp.clip(probe, low + 1, high - 1)
     return step + 1, narrow(bracket, jnp.where(is_open(bracket), probe, low))
 
-  rows = jnp.zeros(ranks.shape[:-1], jnp.uint32)
+  rows = jnp.zeros_like(ranks[..., 0])  # Spread over devices as the ranks are.
   seen = bitset.pack(ranks > _RANK_HIDDEN)
   bracket = _Bracket(
     low=rows + _RANK_NAN,

@@ -21,6 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dsa import mesh
+
 # 12.5 % more arithmetic than a triangle; more groups take longer to compile.
 _CAUSAL_GROUPS = 8
 
@@ -105,7 +107,8 @@ def _map_bwd(
   cotangents: Any,
 ) -> tuple[Any, Any, Any]:
   """Runs each chunk again and pulls its cotangent back."""
-  weights, keys, queries = inputs
+  primals = inputs
+  weights, keys, queries = _vary(inputs, cotangents)
   chunks = _split(queries, chunk_size), _split(cotangents, chunk_size, out_axis)
   d_weights, d_keys = _zeros_float32(weights), _zeros_float32(keys)
   d_queries = []
@@ -119,6 +122,7 @@ def _map_bwd(
     d_keys = _add_prefix(d_keys, d_group_keys)
     d_queries.append(d_group_queries)
   d_queries = _join(d_queries, queries)
+  weights, keys, queries = primals
   return (
     _match(d_weights, weights),
     _match(d_keys, keys),
@@ -228,7 +232,8 @@ def _gathered_bwd(
   cotangents: Any,
 ) -> tuple[Any, None, Any]:
   """Gathers each block again, pulls back, and scatters into the tables."""
-  tables, indices, queries = inputs
+  primals = inputs
+  tables, indices, queries = _vary(inputs, cotangents)
 
   def pull_back(d_tables: Any, block: tuple[Any, ...]) -> tuple[Any, Any]:
     indices, queries, cotangent = block
@@ -248,6 +253,7 @@ def _gathered_bwd(
     _split((indices, queries, cotangents), block_size),
   )
   d_queries = _join([d_queries], queries)
+  tables, _, queries = primals
   return _match(d_tables, tables), None, _match(d_queries, queries)
 
 
@@ -271,14 +277,15 @@ def _take(table: jax.Array, indices: jax.Array) -> jax.Array:
 
 def _scatter_add(sums: Any, indices: jax.Array, rows: Any) -> Any:
   """Adds each row to the place that its index names; -1 names none."""
-  batch = jnp.arange(indices.shape[0])[:, None, None]
 
-  def add(total: jax.Array, rows: jax.Array) -> jax.Array:
+  def add(total: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     # -1 would wrap to the last row; S is out of bounds and dropped.
-    places = jnp.where(indices < 0, total.shape[1], indices)
-    return total.at[batch, places].add(rows.astype(jnp.float32), mode="drop")
+    places = jnp.where(indices < 0, total.shape[0], indices)
+    return total.at[places].add(rows.astype(jnp.float32), mode="drop")
 
-  return jax.tree.map(add, sums, rows)
+  return jax.tree.map(
+    lambda total, rows: jax.vmap(add)(total, indices, rows), sums, rows
+  )
 
 
 def _groups(num_chunks: int, *, causal: bool) -> list[tuple[int, int]]:
@@ -345,9 +352,18 @@ def _floats(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
   return floats, rebuild
 
 
+def _vary[Inputs](inputs: Inputs, cotangents: Any) -> Inputs:
+  """Inputs as varying as anything: gradients are summed over chunks first.
+
+  Over devices they are summed once, in `_match`, not after every chunk.
+  """
+  return mesh.vary(inputs, mesh.varying_axes(inputs, cotangents))
+
+
 def _zeros_float32(tree: Any) -> Any:
+  # Like x: spread over devices as x is.
   return jax.tree.map(
-    lambda x: jnp.zeros(x.shape, jnp.float32) if _is_float(x) else None, tree
+    lambda x: jnp.zeros_like(x, jnp.float32) if _is_float(x) else None, tree
   )
 
 
@@ -361,9 +377,10 @@ def _add_prefix(sums: Any, terms: Any) -> Any:
 
 def _match(gradients: Any, primals: Any) -> Any:
   """Gradients in their primals' dtypes; None where there is none."""
-  return jax.tree.map(
-    lambda x, g: None if g is None else g.astype(x.dtype),
-    primals,
-    gradients,
-    is_leaf=lambda x: x is None,
-  )
+
+  def match(x: jax.Array, gradient: jax.Array | None) -> jax.Array | None:
+    if gradient is None:
+      return None
+    return mesh.sum_like(gradient, x).astype(x.dtype)
+
+  return jax.tree.map(match, primals, gradients, is_leaf=lambda x: x is None)
