@@ -69,11 +69,14 @@ class Loaded(NamedTuple):
     config: The sizes.
     decoder: The weights.
     end_tokens: Tokens that end a text; often none.
+    max_positions: Tokens of the longest text it is made for, where that is
+      said.
   """
 
   config: dsa.DSAConfig
   decoder: Decoder
   end_tokens: frozenset[int]
+  max_positions: int | None
 
 
 def prepare(directory: Path) -> None:
@@ -172,6 +175,7 @@ def load(directory: Path) -> Loaded:
     config=config,
     decoder=Decoder(params, tuple(layer.indexer for layer in attention)),
     end_tokens=frozenset(end if isinstance(end, list) else [end]),
+    max_positions=config_json.get("max_position_embeddings"),
   )
 
 

@@ -42,7 +42,10 @@ class FolderTest(parameterized.TestCase):
 
   def test_what_was_saved_comes_back_to_the_bit(self):
     saved, indexers = self._save()
-    config, loaded, end_tokens = decoder_folder.load(self.directory)
+    config, loaded, end_tokens, max_positions = decoder_folder.load(
+      self.directory
+    )
+    self.assertEqual(max_positions, 64)
     self.assertEqual(config, _CONFIG)
     self.assertEmpty(end_tokens)
     for layer in range(2):

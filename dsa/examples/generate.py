@@ -43,7 +43,7 @@ _PROMPT_TOKENS = flags.DEFINE_list(
   "prompt_tokens", None, "Tokens to go on from, as numbers: 3,14,15."
 )
 _MAX_TOKENS = flags.DEFINE_integer(
-  "max_tokens", 256, "Tokens to generate at most.", 1, 1 << 20
+  "max_tokens", 200, "Tokens to generate at most.", 1, 1 << 20
 )
 _TEMPERATURE = flags.DEFINE_float(
   "temperature", 0.7, "0 for the likeliest token, 1 to draw as trained.", 0.0
@@ -123,8 +123,12 @@ def _generate(
   loaded: decoder_folder.Loaded, prompt: list[int], *, is_text: bool
 ) -> None:
   """Prefills, then writes tokens as they come, then says how fast it was."""
-  config, decoder, end_tokens = loaded
+  config, decoder, end_tokens, max_positions = loaded
   max_length = len(prompt) + _MAX_TOKENS.value
+  if max_positions is not None and max_length > max_positions:
+    report.progress(
+      f"note: past {max_positions:,} tokens the decoder is on new ground"
+    )
   chunk = min(_PREFILL_CHUNK.value, max_length)
   choose = generation.make_choose(_TEMPERATURE.value, _SEED.value)
   caches = generation.init_caches(

@@ -83,6 +83,7 @@ class GenerateTest(parameterized.TestCase):
     )
     self.assertEqual(status, 0, err)
     self.assertEqual(out, " ".join(map(str, self.greedy)) + " \n")
+    self.assertNotIn("note", "\n".join(err))
     self.assertRegex(
       err[-1],
       r"^prefill: 20 tokens in .*, [0-9,]+ tokens/s; "
@@ -95,6 +96,7 @@ class GenerateTest(parameterized.TestCase):
     for status, out, err in runs:
       self.assertEqual(status, 0, err)
       self.assertStartsWith(out, "a\u00e9b")
+      self.assertIn("note: past 16 tokens the decoder is on new ground", err)
       self.assertEndsWith(out, "\n")
       # An untrained model writes any bytes; a terminal is sent none of them.
       self.assertTrue(

@@ -40,7 +40,7 @@ def _caches(batch=1, max_length=48):
 
 @functools.cache
 def _steps():
-  config, decoder, _ = _loaded()
+  config, decoder, *_ = _loaded()
   step = generation.make_step(config, dsa.backends.gather())
   return generation.compile_steps(step, decoder, _caches(), chunk=_CHUNK)
 
@@ -123,7 +123,7 @@ class ChooseTest(absltest.TestCase):
 
 class SharedSelectionTest(absltest.TestCase):
   def test_a_shared_layer_takes_the_selection_before_it(self):
-    config, decoder, _ = _loaded()
+    config, decoder, *_ = _loaded()
     config = dataclasses.replace(
       config, indexer_types=("full", "shared", "full")
     )
