@@ -21,30 +21,12 @@ import jax.numpy as jnp
 
 from dsa import index_scan, mla, quantization, streaming
 from dsa.attention import default_chunk_size, reads_all_keys
-from dsa.checks import check_count, check_dtype, check_shape
+from dsa.cache_buffers import Cache, check_cache, write_rows
+from dsa.checks import check_dtype, check_shape
 from dsa.config import DSAConfig
 from dsa.params import DSAParams, IndexerParams, MLAParams, check_params
 from dsa.quantization import Blocks
 from dsa.selection import Selection, check_selection
-
-
-class Cache(NamedTuple):
-  """What is kept of the tokens of one layer; S is the `max_length`.
-
-  Attributes:
-    kv_latent: [B, S, C].
-    k_rope: [B, S, R].
-    index_keys: [B, S, D] as they are scored, in fp8 where the configuration
-      quantises them; None in a layer that is given its selection.
-    length: int32 [B], tokens that each row holds, from the first place on.
-    overflowed: bool [B], whether a row was given more tokens than fit.
-  """
-
-  kv_latent: jax.Array
-  k_rope: jax.Array
-  index_keys: jax.Array | Blocks | None
-  length: jax.Array
-  overflowed: jax.Array
 
 
 class CachedResult(NamedTuple):
@@ -75,52 +57,6 @@ class CachedAttention(Protocol):
   ) -> CachedResult:
     """Appends the tokens of x and attends; see make_cached_attention."""
     ...
-
-
-def init_cache(
-  config: DSAConfig,
-  batch_size: int,
-  max_length: int,
-  dtype: Any = jnp.float32,
-  *,
-  index_keys: bool = True,
-) -> Cache:
-  """An empty cache for one layer.
-
-  Args:
-    config: The sizes, and how index keys are quantised.
-    batch_size: B, rows.
-    max_length: S, tokens that a row may hold.
-    dtype: A float dtype; what is stored is rounded to it.
-    index_keys: Whether to hold keys for the indexer; a layer that is given its
-      selection, `params.indexer` None, needs none.
-
-  Returns:
-    The cache, of length zero.
-
-  Raises:
-    ValueError: If a size is below 1.
-    TypeError: If a size is no integer or `dtype` no float dtype.
-  """
-  batch_size = check_count("batch_size", batch_size)
-  max_length = check_count("max_length", max_length)
-  dtype = jax.dtypes.canonicalize_dtype(dtype)
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise TypeError(f"dtype must be a float dtype, got {dtype}")
-  zeros = functools.partial(jnp.zeros, dtype=dtype)
-  rows = batch_size, max_length
-  keys = jax.eval_shape(
-    lambda: quantization.stored_index_keys(
-      zeros((*rows, config.index_head_dim)), config
-    )
-  )
-  return Cache(
-    kv_latent=zeros((*rows, config.kv_lora_rank)),
-    k_rope=zeros((*rows, config.qk_rope_head_dim)),
-    index_keys=jax.tree.map(jnp.zeros_like, keys) if index_keys else None,
-    length=jnp.zeros(batch_size, jnp.int32),
-    overflowed=jnp.zeros(batch_size, bool),
-  )
 
 
 def make_cached_attention(
@@ -190,7 +126,7 @@ def _append(
   config: DSAConfig,
 ) -> tuple[index_scan.Tokens, Cache]:
   """Stores what fits of the new tokens; the others become segment 0."""
-  num_tokens, max_length = x.shape[1], cache.kv_latent.shape[1]
+  num_tokens, max_length = x.shape[1], cache.k_rope.shape[1]
   if num_new is None:
     num_new = jnp.full_like(cache.length, num_tokens)
   num_new = jnp.clip(num_new.astype(jnp.int32), 0, num_tokens)
@@ -200,11 +136,18 @@ def _append(
   stored = new < fitting[:, None]
   # What lies in padding, NaN included, must not reach a token beside it.
   x = jnp.where(stored[..., None], x, 0)
-  kv_latent, k_rope = mla.kv_latents(params.mla, x, order, config)
+  # Rounding to fp8 would make much of a difference in the last bit.
+  project = (
+    mla.kv_latents
+    if config.kv_quantization == "none"
+    else index_scan.kv_latents
+  )
+  kv_latent, k_rope = project(params.mla, x, order, config)
+  latents = quantization.stored_latents(kv_latent, config)
   index_keys = cache.index_keys
   if params.indexer is not None and index_keys is not None:
     new_keys = index_scan.index_keys(params.indexer, x, order, config)
-    index_keys = _write(index_keys, new_keys, order, stored)
+    index_keys = write_rows(index_keys, new_keys, order, stored)
   tokens = index_scan.Tokens(
     x=x,
     q_latent=index_scan.query_latent(params.mla, x, config),
@@ -213,23 +156,12 @@ def _append(
     order=order,
   )
   return tokens, Cache(
-    kv_latent=_write(cache.kv_latent, kv_latent, order, stored),
-    k_rope=_write(cache.k_rope, k_rope, order, stored),
+    kv_latent=write_rows(cache.kv_latent, latents, order, stored),
+    k_rope=write_rows(cache.k_rope, k_rope, order, stored),
     index_keys=index_keys,
     length=cache.length + fitting,
     overflowed=cache.overflowed | (fitting < num_new),
   )
-
-
-def _write(buffers: Any, rows: Any, order: jax.Array, stored: jax.Array) -> Any:
-  """Puts rows [B, T, ...] in their places, those that are to be stored."""
-  batch = jnp.arange(order.shape[0])[:, None]
-
-  def write(buffer: jax.Array, rows: jax.Array) -> jax.Array:
-    places = jnp.where(stored, order, buffer.shape[1])
-    return buffer.at[batch, places].set(rows.astype(buffer.dtype), mode="drop")
-
-  return jax.tree.map(write, buffers, rows)
 
 
 def _select(
@@ -287,7 +219,7 @@ def _attend(
   backend: mla.Backend,
 ) -> jax.Array:
   """[B, T, E]: attention of the new tokens to what they selected."""
-  num_keys = cache.kv_latent.shape[1] if reads_all_keys(backend) else 0
+  num_keys = cache.k_rope.shape[1] if reads_all_keys(backend) else 0
   return streaming.map_chunks(
     functools.partial(_attend_chunk, config, backend),
     params,
@@ -302,7 +234,7 @@ def _attend_chunk(
   config: DSAConfig,
   backend: mla.Backend,
   params: MLAParams[jax.Array],
-  tables: tuple[jax.Array, jax.Array],
+  tables: tuple[jax.Array | Blocks, jax.Array],
   queries: tuple[index_scan.Tokens, Selection],
 ) -> jax.Array:
   """[B, T, E] for a chunk of queries."""
@@ -311,12 +243,14 @@ def _attend_chunk(
   halves = mla.split_wkv_b(params, config)
 
   def attend(
-    tables: tuple[jax.Array, jax.Array], selection: Selection
+    tables: tuple[jax.Array | Blocks, jax.Array], selection: Selection
   ) -> jax.Array:
-    inputs = mla.MLAInputs(*q, *tables, *halves)
+    latent, k_rope = tables
+    latent = quantization.restored_latents(latent, k_rope.dtype)
+    inputs = mla.MLAInputs(*q, latent, k_rope, *halves)
     return backend(inputs, selection, scale=config.softmax_scale)
 
-  length = tables[0].shape[1]
+  length = tables[1].shape[1]
   _, num_queries, width = selection.indices.shape
   if num_queries * width <= length:
     heads_out = attend(*_selected_rows(tables, selection))
@@ -359,23 +293,10 @@ def _check_arguments(
   check_dtype("x", x, jnp.floating)
   if 0 in x.shape:
     raise ValueError(f"x must hold at least one token, got shape {x.shape}")
-  if not isinstance(cache, Cache):
-    raise TypeError(f"cache must be a Cache, got {type(cache).__name__}")
-  known = {"B": sizes["B"]}
-  widths = {"kv_latent": config.kv_lora_rank, "k_rope": config.qk_rope_head_dim}
-  for name, width in widths.items():
-    buffer = getattr(cache, name)
-    known = check_shape(f"cache.{name}", buffer, f"B S {width}", **known)
-    check_dtype(f"cache.{name}", buffer, jnp.floating)
-  if cache.index_keys is not None:
-    _check_index_keys(cache.index_keys, known, config)
-  check_shape("cache.length", cache.length, "B", B=sizes["B"])
-  check_dtype("cache.length", cache.length, jnp.integer)
-  check_shape("cache.overflowed", cache.overflowed, "B", B=sizes["B"])
-  check_dtype("cache.overflowed", cache.overflowed, jnp.bool_)
-  if sizes["T"] > known["S"]:
+  max_length = check_cache(cache, config, batch_size=sizes["B"])
+  if sizes["T"] > max_length:
     raise ValueError(
-      f"x must hold at most max_length={known['S']} tokens a row, got "
+      f"x must hold at most max_length={max_length} tokens a row, got "
       f"{sizes['T']}"
     )
   if num_new is not None:
@@ -383,22 +304,3 @@ def _check_arguments(
     check_dtype("num_new", num_new, jnp.integer)
   if selection is not None:
     check_selection(selection, B=sizes["B"], T=sizes["T"])
-
-
-def _check_index_keys(
-  keys: jax.Array | Blocks, sizes: dict[str, int], config: DSAConfig
-) -> None:
-  """Checks that index keys are stored as the configuration says."""
-  wanted = Blocks if config.index_quantization != "none" else jax.Array
-  if not isinstance(keys, wanted):
-    raise TypeError(
-      f"cache.index_keys must be {wanted.__name__} where index_quantization is "
-      f"{config.index_quantization!r}, got {type(keys).__name__}"
-    )
-  width = config.index_head_dim
-  if isinstance(keys, Blocks):
-    check_shape("cache.index_keys.values", keys.values, f"B S {width}", **sizes)
-    check_shape("cache.index_keys.scales", keys.scales, "B S 1", **sizes)
-  else:
-    check_shape("cache.index_keys", keys, f"B S {width}", **sizes)
-    check_dtype("cache.index_keys", keys, jnp.floating)

@@ -103,6 +103,26 @@ def index_keys(
   return _in_row_blocks(_key_rows, config, params, (x, positions))
 
 
+def kv_latents(
+  params: MLAParams[jax.Array],
+  x: jax.Array,
+  positions: jax.Array,
+  config: DSAConfig,
+) -> tuple[jax.Array, jax.Array]:
+  """`mla.kv_latents`, the same bits however many tokens there are.
+
+  Args:
+    params: Weights of the attention.
+    x: Hidden states [B, S, E].
+    positions: Integers [B, S].
+    config: The sizes.
+
+  Returns:
+    kv_latent [B, S, C] and k_rope [B, S, R].
+  """
+  return _in_row_blocks(_latent_key_rows, config, params, (x, positions))
+
+
 @functools.partial(jax.jit, static_argnames=("config", "width"))
 def select(
   params: IndexerParams[jax.Array],
@@ -279,6 +299,16 @@ def _latent_rows(
 ) -> jax.Array:
   del keys
   return mla.query_latent(params, x, config)
+
+
+def _latent_key_rows(
+  config: DSAConfig,
+  params: MLAParams[jax.Array],
+  keys: None,
+  tokens: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+  del keys
+  return mla.kv_latents(params, *tokens, config)
 
 
 def _query_rows(

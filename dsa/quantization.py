@@ -236,6 +236,40 @@ def stored_index_scores(
   )
 
 
+def stored_latents(
+  kv_latent: jax.Array, config: DSAConfig
+) -> jax.Array | Blocks:
+  """Latents as they are cached under a configuration.
+
+  Args:
+    kv_latent: [B, S, C], as `dsa.kv_latents` returns them.
+    config: Says whether they are quantised, and how.
+
+  Returns:
+    The latents themselves, or their fp8 blocks.
+  """
+  if config.kv_quantization == "none":
+    return kv_latent
+  return quantize_blocks(
+    kv_latent, scale_format=SCALE_FORMATS[config.kv_quantization]
+  )
+
+
+def restored_latents(stored: jax.Array | Blocks, dtype: jnp.dtype) -> jax.Array:
+  """Latents as they are attended to.
+
+  Args:
+    stored: What `stored_latents` returned.
+    dtype: A float dtype for what was quantised.
+
+  Returns:
+    [B, S, C].
+  """
+  if not isinstance(stored, Blocks):
+    return stored
+  return dequantize_blocks(stored, dtype=dtype)
+
+
 def fp8_index_scores(
   q_values: jax.Array,
   q_scales: jax.Array,

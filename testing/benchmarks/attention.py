@@ -58,24 +58,6 @@ class Figure(NamedTuple):
   matmul_share: float | None
 
 
-def small_config(topk: int) -> dsa.DSAConfig:
-  """The size that figures are quoted at."""
-  return dsa.DSAConfig(
-    hidden_size=1024,
-    num_hidden_layers=1,
-    num_attention_heads=16,
-    q_lora_rank=512,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    index_n_heads=16,
-    index_head_dim=128,
-    index_topk=topk,
-    rope=dsa.RopeConfig(),
-  )
-
-
 def matmul_rate(size: int = 2048) -> float:
   """Operations a second of a float32 matrix product on this machine."""
   matrix = jax.random.normal(jax.random.key(0), (size, size))
@@ -91,7 +73,7 @@ def measure(
   backend: str, seq_len: int, topk: int, what: work.Pass, rate: float
 ) -> Figure:
   """Compiles one pass and, unless only memory is asked for, times it."""
-  config = small_config(topk)
+  config = layer.small_config(topk)
   params = dsa.init_params(jax.random.key(1), config)
   x, cotangent = jax.random.normal(
     jax.random.key(2), (2, 1, seq_len, config.hidden_size)
@@ -151,7 +133,7 @@ def write_table(figures: Sequence[Figure], peers: Sequence[Figure]) -> str:
 
 def run_peer(seq_len: int, topk: int, what: str, rate: float) -> list[Figure]:
   """The peer's rows at one point: eager and sdpa."""
-  config = small_config(topk)
+  config = layer.small_config(topk)
   operations = work.operations(config, seq_len, layer.PASSES[what])
   figures = []
   for implementation in ("eager", "sdpa"):

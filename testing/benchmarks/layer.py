@@ -1,4 +1,4 @@
-"""The passes of a DSA layer that the benchmarks compile."""
+"""The layer that figures are quoted for, and the passes that are compiled."""
 
 from typing import Any
 
@@ -14,6 +14,24 @@ PASSES: dict[str, work.Pass] = {
   "gradient": "gradient",
   "gradient_with_loss": "gradient with indexer loss",
 }
+
+
+def small_config(topk: int) -> dsa.DSAConfig:
+  """The size that figures are quoted at."""
+  return dsa.DSAConfig(
+    hidden_size=1024,
+    num_hidden_layers=1,
+    num_attention_heads=16,
+    q_lora_rank=512,
+    kv_lora_rank=512,
+    qk_nope_head_dim=128,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+    index_n_heads=16,
+    index_head_dim=128,
+    index_topk=topk,
+    rope=dsa.RopeConfig(),
+  )
 
 
 def layer_pass(
