@@ -103,6 +103,29 @@ def index_keys(
   return _in_row_blocks(_key_rows, config, params, (x, positions))
 
 
+def index_queries(
+  params: IndexerParams[jax.Array],
+  x: jax.Array,
+  q_latent: jax.Array,
+  positions: jax.Array,
+  config: DSAConfig,
+) -> tuple[jax.Array, jax.Array]:
+  """Index queries and head weights, the same bits however many there are.
+
+  Args:
+    params: Weights of the indexer.
+    x: Hidden states [B, T, E].
+    q_latent: [B, T, L], from `query_latent`.
+    positions: Integers [B, T].
+    config: The sizes, the layout of RoPE, and how keys are quantised.
+
+  Returns:
+    [B, T, I, D] and float32 [B, T, I], as `scan` takes them.
+  """
+  tokens = x, q_latent, positions
+  return _in_row_blocks(_query_rows, config, params, tokens)
+
+
 def kv_latents(
   params: MLAParams[jax.Array],
   x: jax.Array,
@@ -149,7 +172,7 @@ def select(
   Returns:
     int32 [B, T, width].
   """
-  q, weights = _in_row_blocks(_query_rows, config, params, tokens[:3])
+  q, weights = index_queries(params, *tokens[:3], config)
 
   def within(prefix: int) -> jax.Array:
     visible = selection_lib.visible_mask(
@@ -224,7 +247,7 @@ def scan(
     part = jax.tree.map(
       lambda k: jax.lax.dynamic_slice_in_dim(k, start, tile, axis=1), keys
     )
-    part = _tile_scores(q, weights, part)
+    part = _tile_scores(*_whole((q, weights, part)))
     return jax.lax.dynamic_update_slice_in_dim(scores, part, start, axis=2)
 
   scores = mesh.vary(
@@ -243,7 +266,8 @@ def _tile_scores(
   length = jax.tree.leaves(keys)[0].shape[1]
   if tokens * heads >= _FEW_ROWS:
     keys = _fill(keys, _GROUP)
-    return quantization.stored_index_scores(q, keys, weights)[..., :length]
+    scores = quantization.stored_index_scores(q, keys, weights)
+    return _whole(scores)[..., :length]
   keys = _fill(keys, 2 * _GROUP)
   groups = jax.tree.leaves(keys)[0].shape[1] // _GROUP
   q, weights = _fill((q, weights), -(-_FEWEST_ROWS // heads))
@@ -255,7 +279,17 @@ def _tile_scores(
   )
   scores = quantization.stored_index_scores(q_groups, keys, weight_groups)
   scores = einops.rearrange(scores, "(B g) T S -> B T (g S)", B=q.shape[0])
-  return scores[:, :tokens, :length]
+  return _whole(scores)[:, :tokens, :length]
+
+
+def _whole[Tree](tree: Tree) -> Tree:
+  """Keeps what is computed here from being merged with what is around it.
+
+  A compiler that merges loops, or leaves out what nobody reads, rounds the
+  last few numbers of a row otherwise: alone, and not as a vector.
+  """
+  kept: Tree = jax.lax.optimization_barrier(tree)
+  return kept
 
 
 def _fill(tree: Any, multiple: int) -> Any:
@@ -278,8 +312,13 @@ def _in_row_blocks(
   rows = jax.tree.map(
     lambda x: einops.rearrange(x, "B T ... -> 1 (B T) ..."), tokens
   )
+
+  def body(params: Any, keys: None, rows: Any) -> Any:
+    del keys
+    return _whole(project(config, params, _whole(rows)))
+
   out = streaming.map_chunks(
-    functools.partial(project, config),
+    body,
     params,
     None,
     _fill(rows, _ROWS),
@@ -295,29 +334,24 @@ def _in_row_blocks(
 
 
 def _latent_rows(
-  config: DSAConfig, params: MLAParams[jax.Array], keys: None, x: jax.Array
+  config: DSAConfig, params: MLAParams[jax.Array], x: jax.Array
 ) -> jax.Array:
-  del keys
   return mla.query_latent(params, x, config)
 
 
 def _latent_key_rows(
   config: DSAConfig,
   params: MLAParams[jax.Array],
-  keys: None,
   tokens: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-  del keys
   return mla.kv_latents(params, *tokens, config)
 
 
 def _query_rows(
   config: DSAConfig,
   params: IndexerParams[jax.Array],
-  keys: None,
   tokens: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:
-  del keys
   x, q_latent, positions = tokens
   q = indexer_lib.index_queries(params, q_latent, positions, config)
   weights = indexer_lib.index_head_weights(params, x, config)
@@ -327,9 +361,7 @@ def _query_rows(
 def _key_rows(
   config: DSAConfig,
   params: IndexerParams[jax.Array],
-  keys: None,
   tokens: tuple[jax.Array, jax.Array],
 ) -> jax.Array | quantization.Blocks:
-  del keys
   k = indexer_lib.index_keys(params, *tokens, config)
   return quantization.stored_index_keys(k, config)
