@@ -28,7 +28,7 @@ _CAUSAL_GROUPS = 8
 
 # Bytes of gathered rows in a block: enough work for all cores at once, and few
 # enough to stay in a cache that they share.
-_GATHERED_BYTES = 40 << 20
+_GATHERED_BYTES = 20 << 20
 
 Body = Callable[[Any, Any, Any], Any]
 
