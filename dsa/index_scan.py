@@ -288,7 +288,9 @@ def _whole[Tree](tree: Tree) -> Tree:
   A compiler that merges loops, or leaves out what nobody reads, rounds the
   last few numbers of a row otherwise: alone, and not as a vector.
   """
-  kept: Tree = jax.lax.optimization_barrier(tree)
+  kept: Tree = jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
+    tree
+  )
   return kept
 
 

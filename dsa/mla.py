@@ -233,7 +233,8 @@ def expand_values(out_latent: jax.Array, w_uv: jax.Array) -> jax.Array:
   Returns:
     [B, T, N, V].
   """
-  return jnp.einsum("btnc,cnv->btnv", out_latent, w_uv)
+  # Weights first: the products come out faster, of one token above all.
+  return jnp.einsum("cnv,btnc->btnv", w_uv, out_latent)
 
 
 def output_projection(
