@@ -105,7 +105,12 @@ def write_rows(
     places = jnp.where(stored, order, buffer.shape[1])
     return buffer.at[batch, places].set(rows.astype(buffer.dtype), mode="drop")
 
-  return jax.tree.map(write, buffers, rows)
+  written = jax.tree.map(write, buffers, rows)
+  # Else a compiler writes once more where the rows are read, and the buffer is
+  # copied because it is still needed as it was.
+  return jax.lax.optimization_barrier(  # type: ignore[no-untyped-call]
+    written
+  )
 
 
 def check_cache(cache: Cache, config: DSAConfig, *, batch_size: int) -> int:
