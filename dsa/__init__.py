@@ -16,9 +16,10 @@ K = min(index_topk, S).
 """
 
 from dsa import backends, checkpoint, quantization
-from dsa.attention import Attention, AttentionResult, Stage, make_attention
+from dsa.attention import Attention, AttentionResult, make_attention
 from dsa.cache import CachedAttention, CachedResult, make_cached_attention
 from dsa.cache_buffers import Cache, init_cache
+from dsa.composition import Stage
 from dsa.config import DSAConfig, RopeConfig, deepseek_v32, glm_5
 from dsa.indexer import (
   index_head_weights,

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from dsa import index_scan, mla, quantization, streaming
-from dsa.attention import default_chunk_size, reads_all_keys
 from dsa.cache_buffers import Cache, check_cache, write_rows
 from dsa.checks import check_dtype, check_shape
+from dsa.composition import default_chunk_size, reads_all_keys
 from dsa.config import DSAConfig
 from dsa.params import DSAParams, IndexerParams, MLAParams, check_params
 from dsa.quantization import Blocks

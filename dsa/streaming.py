@@ -353,11 +353,14 @@ def _floats(tree: Any) -> tuple[Any, Callable[[Any], Any]]:
 
 
 def _vary[Inputs](inputs: Inputs, cotangents: Any) -> Inputs:
-  """Inputs as varying as anything: gradients are summed over chunks first.
+  """Floats as varying as anything: gradients are summed over chunks first.
 
   Over devices they are summed once, in `_match`, not after every chunk.
   """
-  return mesh.vary(inputs, mesh.varying_axes(inputs, cotangents))
+  axes = mesh.varying_axes(inputs, cotangents)
+  return jax.tree.map(
+    lambda x: mesh.vary(x, axes) if _is_float(x) else x, inputs
+  )
 
 
 def _zeros_float32(tree: Any) -> Any:
