@@ -15,7 +15,7 @@ R qk_rope_head_dim, V v_head_dim, I index_n_heads, D index_head_dim,
 K = min(index_topk, S).
 """
 
-from dsa import backends, checkpoint, quantization
+from dsa import backends, checkpoint, quantization, sharding
 from dsa.attention import Attention, AttentionResult, make_attention
 from dsa.cache import CachedAttention, CachedResult, make_cached_attention
 from dsa.cache_buffers import Cache, init_cache
@@ -51,6 +51,7 @@ from dsa.rope import (
   yarn_rope_interleaved,
 )
 from dsa.selection import Selection, topk_indices, topk_mask, visible_mask
+from dsa.sharded_attention import make_sharded_attention
 
 __version__ = "0.1.0"
 
@@ -85,10 +86,12 @@ __all__ = [
   "kv_latents",
   "make_attention",
   "make_cached_attention",
+  "make_sharded_attention",
   "mla_queries",
   "quantization",
   "query_latent",
   "selected_scores",
+  "sharding",
   "sparse_mla",
   "topk_indices",
   "topk_mask",

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dsa import index_scan, losses, mla, quantization, streaming
+from dsa import index_scan, losses, mesh, mla, quantization, streaming
 from dsa import indexer as indexer_lib
 from dsa.checks import check_count
 from dsa.config import DSAConfig
@@ -214,10 +214,10 @@ def attend_chunk(
       scores = indexer_lib.selected_scores(
         q, keys.index_keys, head_weights, attended.indices
       )
-    scores = _sum_over(options.index_head_axes, scores)
+    scores = mesh.sum_over(options.index_head_axes, scores)
     divergences = losses.indexer_kl(scores, probs, attended.indices >= 0)
   out = mla.output_projection(params, heads_out)
-  return _sum_over(options.head_axes, out), divergences
+  return mesh.sum_over(options.head_axes, out), divergences
 
 
 def _attend_with_probs(
@@ -228,29 +228,13 @@ def _attend_with_probs(
   with_probs = getattr(options.backend, "with_probs", None)
   if with_probs is not None:
     out, probs = with_probs(inputs, selection, scale=scale)
-    return out, _mean_over(options.head_axes, probs)
+    return out, mesh.mean_over(options.head_axes, probs)
   q, k, _ = mla.expand_heads(jax.lax.stop_gradient(inputs))
   mask = selection.mask(k.shape[1])
   probs = mla.expanded_probs(q, k, mask, scale=scale)
   out = options.backend(inputs, selection, scale=scale)
   probs = mla.mean_probs_at(probs, selection)
-  return out, _mean_over(options.head_axes, probs)
-
-
-def _sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-  """What devices have of a sum over heads, added up."""
-  if not axes:
-    return x
-  total: jax.Array = jax.lax.psum(x, axes)  # type: ignore[no-untyped-call]
-  return total
-
-
-def _mean_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
-  """What devices have of a mean over heads, averaged."""
-  if not axes:
-    return x
-  mean: jax.Array = jax.lax.pmean(x, axes)  # type: ignore[no-untyped-call]
-  return mean
+  return out, mesh.mean_over(options.head_axes, probs)
 
 
 def _index_queries(

@@ -14,6 +14,7 @@ Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.1, equations 3 and 4.
 import jax
 import jax.numpy as jnp
 
+from dsa import mesh
 from dsa.checks import check_dtype, check_shape
 from dsa.softmax import masked_log_softmax
 
@@ -50,18 +51,21 @@ def indexer_kl(
   )
 
 
-def mean_over_valid(values: jax.Array, valid: jax.Array) -> jax.Array:
+def mean_over_valid(
+  values: jax.Array, valid: jax.Array, *, axes: tuple[str, ...] = ()
+) -> jax.Array:
   """Averages over the queries that count.
 
   Args:
     values: float32 [B, T].
     valid: bool [B, T], false for padding.
+    axes: Manual mesh axes over which queries are spread.
 
   Returns:
     float32 scalar; 0 where no query is valid.
   """
-  total = jnp.sum(jnp.where(valid, values, 0.0))
-  return total / jnp.maximum(jnp.sum(valid), 1)
+  total = mesh.sum_over(axes, jnp.sum(jnp.where(valid, values, 0.0)))
+  return total / jnp.maximum(mesh.sum_over(axes, jnp.sum(valid)), 1)
 
 
 def indexer_kl_loss(

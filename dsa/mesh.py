@@ -58,11 +58,45 @@ def sum_like(x: jax.Array, like: jax.Array) -> jax.Array:
   Returns:
     The sum, which varies as `like` does.
   """
-  axes = tuple(sorted(varying_axes(x) - varying_axes(like)))
+  return sum_over(tuple(sorted(varying_axes(x) - varying_axes(like))), x)
+
+
+def sum_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+  """Adds up what devices have along manual axes; x where there are none."""
   if not axes:
     return x
   total: jax.Array = jax.lax.psum(x, axes)  # type: ignore[no-untyped-call]
   return total
+
+
+def mean_over(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+  """Averages what devices have along manual axes; x where there are none."""
+  if not axes:
+    return x
+  mean: jax.Array = jax.lax.pmean(x, axes)  # type: ignore[no-untyped-call]
+  return mean
+
+
+def all_gather(
+  x: jax.Array, axes: tuple[str, ...], *, axis: int, equal: bool = False
+) -> jax.Array:
+  """Concatenates what devices have along some manual axes.
+
+  Args:
+    x: A device's part.
+    axes: Manual axes, or none for x itself.
+    axis: The array axis along which to concatenate.
+    equal: Whether the type should say that all devices have the same. Then
+      its gradient is the same on all devices too, and not summed over them.
+
+  Returns:
+    The whole.
+  """
+  if not axes:
+    return x
+  to = "invarying" if equal else "varying"
+  whole: jax.Array = jax.lax.all_gather(x, axes, axis=axis, tiled=True, to=to)
+  return whole
 
 
 def map_rows(body: Callable[[Any, Any], Any], weights: Any, rows: Any) -> Any:
