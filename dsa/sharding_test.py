@@ -15,6 +15,8 @@ from testing import layers, tolerances
 
 def setUpModule():
   jax.config.update("jax_num_cpu_devices", 8)
+  # Each program runs once or twice: what takes the time is compiling it.
+  jax.config.update("jax_disable_most_optimizations", True)
 
 
 def config_of(**changes):
@@ -88,6 +90,49 @@ class InitTest(absltest.TestCase):
     mesh = jax.make_mesh((8,), ("tensor",))
     with self.assertRaisesRegex(ValueError, "mla.wq_b .* an axis of 4, which"):
       sharding.init_sharded(jax.random.key(0), config_of(), mesh)
+
+
+class CacheTest(parameterized.TestCase):
+  @parameterized.parameters("none", "fp8_ue8m0")
+  def test_rows_are_served_where_they_lie(self, how):
+    layer = layers.layer(0, batch=4, length=8, index_head_dim=16)
+    config = dataclasses.replace(
+      layer.config, index_quantization=how, kv_quantization=how
+    )
+    serve = dsa.make_cached_attention(config, backend=dsa.backends.gather())
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    rules = sharding.rules_for(mesh)
+    x_spec, selection_spec = (
+      sharding.partition_spec(sharding.ACTIVATIONS[name], rules)
+      for name in ("x", "selection")
+    )
+    cache_specs = sharding.cache_specs(config, rules)
+    spread = jax.shard_map(
+      serve,
+      mesh=mesh,
+      in_specs=(P(), x_spec, cache_specs),
+      out_specs=dsa.CachedResult(
+        x_spec, cache_specs, dsa.Selection(selection_spec)
+      ),
+    )
+
+    def place(tree, specs):
+      return jax.device_put(
+        tree, jax.tree.map(lambda spec: jax.NamedSharding(mesh, spec), specs)
+      )
+
+    wanted_cache = dsa.init_cache(config, 4, 12)
+    cache = place(wanted_cache, cache_specs)
+    params = jax.device_put(layer.params, jax.NamedSharding(mesh, P()))
+    for tokens in (slice(0, 7), slice(7, 8)):
+      x = layer.x[:, tokens]
+      wanted = jax.jit(serve)(layer.params, x, wanted_cache)
+      actual = jax.jit(spread)(params, place(x, x_spec), cache)
+      cache, wanted_cache = actual.cache, wanted.cache
+      np.testing.assert_array_equal(
+        actual.selection.indices, wanted.selection.indices
+      )
+      tolerances.assert_output_close(actual.out, wanted.out, "float32")
 
 
 class ZigzagTest(parameterized.TestCase):
