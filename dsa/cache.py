@@ -134,7 +134,7 @@ def _append(
   new = jnp.arange(num_tokens, dtype=jnp.int32)
   order = cache.length[:, None] + new
   stored = new < fitting[:, None]
-  # What lies in padding, NaN included, must not reach a token beside it.
+  # What lies in padding, NaN included, must not reach a weight's gradient.
   x = jnp.where(stored[..., None], x, 0)
   # Rounding to fp8 would make much of a difference in the last bit.
   project = (
@@ -177,9 +177,7 @@ def _select(
     )
   indices = streaming.map_chunks(
     functools.partial(_select_chunk, config),
-    jax.lax.stop_gradient(indexer),
-    cache.index_keys,
-    tokens,
+    *jax.lax.stop_gradient((indexer, cache.index_keys, tokens)),
     chunk_size=index_scan.QUERY_CHUNK,
     causal=False,
   )

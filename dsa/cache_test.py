@@ -159,6 +159,42 @@ class RowsTest(parameterized.TestCase):
     assert_same(result.cache.length, [np.clip(num_new, 0, 12)] * 2)
 
 
+class GradientTest(parameterized.TestCase):
+  def test_it_is_that_of_one_pass_whatever_lies_in_padding(self):
+    layer = make(16)
+    cotangent = np.random.default_rng(0).normal(size=layer.x.shape)
+
+    def one_pass_loss(params, x):
+      attention = dsa.make_attention(
+        layer.config, backend=dsa.backends.gather()
+      )
+      return jnp.sum(attention(params, x).out * cotangent)
+
+    def cached_loss(params, x):
+      attention = dsa.make_cached_attention(
+        layer.config, backend=dsa.backends.gather()
+      )
+      result = attention(
+        params,
+        jnp.concatenate((x, jnp.full_like(x[:, :4], jnp.nan)), axis=1),
+        empty(layer),
+        num_new=jnp.full(2, LENGTH),
+      )
+      return jnp.sum(result.out[:, :LENGTH] * cotangent)
+
+    wanted, actual = (
+      jax.jit(jax.grad(loss, (0, 1)))(layer.params, layer.x)
+      for loss in (one_pass_loss, cached_loss)
+    )
+    jax.tree.map(
+      lambda a, w: tolerances.assert_close_by_norm(
+        a, w, tolerances.GRADIENT["float32"]
+      ),
+      actual,
+      wanted,
+    )
+
+
 class BufferTest(parameterized.TestCase):
   @parameterized.product(backend=tuple(BACKENDS), value=(np.nan, np.inf))
   def test_what_lay_in_unused_places_reaches_nothing(self, backend, value):

@@ -34,7 +34,7 @@ from dsa.params import IndexerParams, MLAParams
 QUERY_CHUNK = 128
 
 # Tokens that are projected at once, those of all batch rows together.
-_ROWS = 32
+_ROWS = 64
 
 # Rows of a product, index heads times queries, below which it is cut into
 # groups of keys, and the keys of a group.
@@ -43,7 +43,7 @@ _GROUP = 128
 
 # What a tile of keys may hold: products with queries, and bytes.
 _PRODUCTS = 1 << 21
-_TILE_BYTES = 4 << 20
+_TILE_BYTES = 16 << 20
 
 # Keys in the smallest buffer of scores; each larger one has twice as many.
 _SMALLEST_PREFIX = 1024
