@@ -45,6 +45,7 @@ from dsa.params import (
   abstract_params,
   init_params,
 )
+from dsa.planner import Plan, PlanShapes, plan
 from dsa.rope import (
   yarn_frequencies,
   yarn_rope_concat,
@@ -67,6 +68,8 @@ __all__ = [
   "IndexerParams",
   "MLAInputs",
   "MLAParams",
+  "Plan",
+  "PlanShapes",
   "RopeConfig",
   "Selection",
   "Stage",
@@ -89,6 +92,7 @@ __all__ = [
   "make_sharded_attention",
   "mla_queries",
   "quantization",
+  "plan",
   "query_latent",
   "selected_scores",
   "sharding",

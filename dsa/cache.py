@@ -19,10 +19,10 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from dsa import index_scan, mla, quantization, streaming
+from dsa import costs, index_scan, mla, quantization, streaming
 from dsa.cache_buffers import Cache, check_cache, write_rows
 from dsa.checks import check_dtype, check_shape
-from dsa.composition import default_chunk_size, reads_all_keys
+from dsa.composition import backend_and_chunk
 from dsa.config import DSAConfig
 from dsa.params import DSAParams, IndexerParams, MLAParams, check_params
 from dsa.quantization import Blocks
@@ -217,13 +217,23 @@ def _attend(
   backend: mla.Backend,
 ) -> jax.Array:
   """[B, T, E]: attention of the new tokens to what they selected."""
-  num_keys = cache.k_rope.shape[1] if reads_all_keys(backend) else 0
+  batch, queries, selected = selection.indices.shape
+  sizes = costs.layer_sizes(
+    config,
+    batch=batch,
+    queries=queries,
+    keys=cache.k_rope.shape[1],
+    selected=selected,
+  )
+  backend, chunk_size = backend_and_chunk(
+    backend, sizes, tokens.x.dtype.itemsize, dense=False
+  )
   return streaming.map_chunks(
     functools.partial(_attend_chunk, config, backend),
     params,
     (cache.kv_latent, cache.k_rope),
     (tokens, selection),
-    chunk_size=default_chunk_size(config, tokens.x, num_keys=num_keys),
+    chunk_size=chunk_size,
     causal=False,
   )
 

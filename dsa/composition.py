@@ -11,14 +11,13 @@ over devices: it is scored with all index heads in one place.
 Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.1.
 """
 
-import dataclasses
 import functools
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dsa import index_scan, losses, mesh, mla, quantization, streaming
+from dsa import costs, index_scan, losses, mesh, mla, quantization, streaming
 from dsa import indexer as indexer_lib
 from dsa.checks import check_count
 from dsa.config import DSAConfig
@@ -28,10 +27,6 @@ from dsa.tokens import Keys, Tokens, all_visible
 
 Stage = Literal["sparse", "dense_warmup"]
 _STAGES = ("sparse", "dense_warmup")
-
-# Bytes that a chunk's queries, logits and outputs may take by default.
-_CHUNK_BYTES = 128 << 20
-_SMALLEST_CHUNK, _LARGEST_CHUNK = 16, 1024
 
 
 class Options(NamedTuple):
@@ -154,20 +149,27 @@ def attend(
   Returns:
     [B, T, E] and each query's divergence, float32 [B, T].
   """
-  config, x = options.config, queries[0].x
-  reads_all = options.stage == "dense_warmup" or reads_all_keys(options.backend)
+  (batch, num_queries, _), dtype = queries[0].x.shape, queries[0].x.dtype
+  dense, num_keys = options.stage == "dense_warmup", keys.k_rope.shape[1]
+  sizes = costs.layer_sizes(
+    options.config,
+    batch=batch,
+    queries=num_queries,
+    keys=num_keys,
+    selected=num_keys if dense else queries[1].indices.shape[-1],
+    heads=weights[0].wo.shape[0],
+  )
+  backend, chunk_size = backend_and_chunk(
+    options.backend, sizes, dtype.itemsize, dense=dense
+  )
+  options = options._replace(backend=backend)
   out, divergences = streaming.map_chunks(
     functools.partial(attend_chunk, options),
     weights,
     keys,
     queries,
-    chunk_size=options.query_chunk_size
-    or default_chunk_size(
-      dataclasses.replace(config, num_attention_heads=weights[0].wo.shape[0]),
-      x,
-      num_keys=keys.k_rope.shape[1] if reads_all else 0,
-    ),
-    causal=causal and reads_all,
+    chunk_size=options.query_chunk_size or chunk_size,
+    causal=causal and (dense or reads_all_keys(backend)),
   )
   return out, divergences
 
@@ -204,7 +206,10 @@ def attend_chunk(
     heads_out = options.backend(inputs, attended, scale=config.softmax_scale)
     divergences = jnp.zeros(tokens.order.shape, jnp.float32)
   else:
-    heads_out, probs = _attend_with_probs(options, inputs, attended)
+    heads_out, probs = mla.attend_with_probs(
+      options.backend, inputs, attended, scale=config.softmax_scale
+    )
+    probs = mesh.mean_over(options.head_axes, probs)
     q, head_weights = _index_queries(indexer, q_latent, tokens, config)
     if options.stage == "dense_warmup":
       scores = indexer_lib.weighted_relu_scores(
@@ -218,23 +223,6 @@ def attend_chunk(
     divergences = losses.indexer_kl(scores, probs, attended.indices >= 0)
   out = mla.output_projection(params, heads_out)
   return mesh.sum_over(options.head_axes, out), divergences
-
-
-def _attend_with_probs(
-  options: Options, inputs: mla.MLAInputs, selection: Selection
-) -> tuple[jax.Array, jax.Array]:
-  """[B, T, N, V], and the heads' mean probabilities, float32 [B, T, K]."""
-  scale = options.config.softmax_scale
-  with_probs = getattr(options.backend, "with_probs", None)
-  if with_probs is not None:
-    out, probs = with_probs(inputs, selection, scale=scale)
-    return out, mesh.mean_over(options.head_axes, probs)
-  q, k, _ = mla.expand_heads(jax.lax.stop_gradient(inputs))
-  mask = selection.mask(k.shape[1])
-  probs = mla.expanded_probs(q, k, mask, scale=scale)
-  out = options.backend(inputs, selection, scale=scale)
-  probs = mla.mean_probs_at(probs, selection)
-  return out, mesh.mean_over(options.head_axes, probs)
 
 
 def _index_queries(
@@ -253,27 +241,23 @@ def reads_all_keys(backend: mla.Backend) -> bool:
   return getattr(backend, "reads_all_keys", True)
 
 
-def default_chunk_size(
-  config: DSAConfig, x: jax.Array, *, num_keys: int
-) -> int:
-  """Queries that attend at once.
+def backend_and_chunk(
+  backend: mla.Backend, sizes: costs.Sizes, itemsize: int, *, dense: bool
+) -> tuple[mla.Backend, int]:
+  """What a backend picks for some sizes, and how many queries it is given.
 
   Args:
-    config: The sizes.
-    x: Hidden states [B, T, E].
-    num_keys: Keys that logits of each query are held of, beside the selected.
+    backend: The attention kernel.
+    sizes: Of the attention, by letter, as `costs.layer_sizes` gives them.
+    itemsize: Bytes of a number.
+    dense: Whether queries attend to all that they see.
 
   Returns:
-    A power of two whose chunk fits `_CHUNK_BYTES`.
+    The backend to run, and the queries that attend at once.
   """
-  heads = config.num_attention_heads
-  widths = (
-    2 * (config.qk_nope_head_dim + config.qk_rope_head_dim)
-    + 2 * (config.kv_lora_rank + config.qk_rope_head_dim)
-    + 2 * config.v_head_dim
+  for_sizes = getattr(backend, "for_sizes", None)
+  if for_sizes is not None:
+    backend = for_sizes(sizes, itemsize)
+  return backend, costs.query_chunk_size(
+    sizes, itemsize=itemsize, reads_all_keys=dense or reads_all_keys(backend)
   )
-  query_bytes = heads * widths * x.dtype.itemsize
-  query_bytes += 2 * heads * num_keys * 4  # Float32 logits, probabilities.
-  fitting = max(_CHUNK_BYTES // (x.shape[0] * query_bytes), 1)
-  power = 1 << (fitting.bit_length() - 1)
-  return min(max(power, _SMALLEST_CHUNK), _LARGEST_CHUNK)

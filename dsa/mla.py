@@ -211,6 +211,37 @@ def mean_probs_at(probs: jax.Array, selection: Selection) -> jax.Array:
   return jnp.where(selection.indices < 0, 0.0, selected)
 
 
+def attend_with_probs(
+  backend: Backend | Callable[..., jax.Array],
+  inputs: MLAInputs,
+  selection: Selection,
+  *,
+  scale: float,
+) -> tuple[jax.Array, jax.Array]:
+  """Attends, and tells how much each selected key counted.
+
+  Args:
+    backend: The attention kernel. Where it does not offer `with_probs`, logits
+      are computed a second time.
+    inputs: The latent form.
+    selection: The selected keys.
+    scale: Multiplies the logits.
+
+  Returns:
+    [B, T, N, V], and the heads' mean probabilities, float32 [B, T, K],
+    detached.
+  """
+  with_probs = getattr(backend, "with_probs", None)
+  if with_probs is not None:
+    out, mean = with_probs(inputs, selection, scale=scale)
+    return out, mean
+  q, k, _ = expand_heads(jax.lax.stop_gradient(inputs))
+  mask = selection.mask(k.shape[1])
+  probs = expanded_probs(q, k, mask, scale=scale)
+  out = backend(inputs, selection, scale=scale)
+  return out, mean_probs_at(probs, selection)
+
+
 def absorb_queries(inputs: MLAInputs) -> jax.Array:
   """The MQA form's queries against the latent: q_nope w_uk.
 

@@ -288,9 +288,21 @@ def _scatter_add(sums: Any, indices: jax.Array, rows: Any) -> Any:
   )
 
 
+def causal_groups(num_chunks: int) -> int:
+  """How many groups chunks in causal order fall into.
+
+  Args:
+    num_chunks: Chunks of a sequence.
+
+  Returns:
+    G: of all pairs of tokens, (G + 1) / 2G are worked on.
+  """
+  return min(_CAUSAL_GROUPS, num_chunks)
+
+
 def _groups(num_chunks: int, *, causal: bool) -> list[tuple[int, int]]:
   """First and last (exclusive) chunk of each group that shares its keys."""
-  count = min(_CAUSAL_GROUPS, num_chunks) if causal else 1
+  count = causal_groups(num_chunks) if causal else 1
   bounds = [num_chunks * i // count for i in range(count + 1)]
   return list(zip(bounds[:-1], bounds[1:], strict=True))
 

@@ -196,7 +196,7 @@ class MapGatheredTest(parameterized.TestCase):
     table = jnp.zeros((2, 100, 1024), jnp.float32)
     block_size = streaming.gathered_block_size
     many = jnp.zeros((2, 64, 64), jnp.int32)
-    self.assertEqual(block_size(table, many), 8)  # 4 MiB / (2 * 64 * 4 KiB)
+    self.assertEqual(block_size(table, many), 32)  # 20 MiB / (2 * 64 * 4 KiB)
     self.assertEqual(block_size(table, many[:, :3]), 3)
     self.assertEqual(block_size(table, jnp.zeros((2, 4, 4096), jnp.int32)), 1)
 

@@ -32,6 +32,9 @@ itself:
   The indexer's loss needs them; without it they are computed a second time.
 - `reads_all_keys`: whether cost or memory grows with S. Attention then gives
   each chunk of queries only the keys up to its last query.
+- `for_sizes(sizes, itemsize) -> backend`: the backend to run in its place.
+  Attention asks once, with B, T, N, P, R, S, C, V and K of the whole sequence
+  and the bytes of a number, before it cuts the queries into chunks.
 """
 
 import dataclasses
@@ -64,11 +67,13 @@ class KernelBackend:
     attend: The function of the contract.
     with_probs: The same with probabilities beside the output, or None.
     reads_all_keys: Whether cost or memory grows with S.
+    for_sizes: What picks another backend from sizes, or None.
   """
 
   attend: Backend
   with_probs: Callable[..., tuple[jax.Array, jax.Array]] | None = None
   reads_all_keys: bool = True
+  for_sizes: Callable[[Mapping[str, int], int], Backend] | None = None
 
   def __call__(
     self, inputs: MLAInputs, selection: Selection, *, scale: float

@@ -26,6 +26,7 @@ from dsa.examples import report
 from testing.benchmarks import chart, layer, peer, work
 
 _BACKENDS = {
+  "auto": dsa.backends.auto,
   "dot_product": dsa.backends.dot_product,
   "gather": dsa.backends.gather,
   "tokamax_flash": dsa.backends.tokamax_flash,
