@@ -80,9 +80,15 @@ def _map(
   outs = []
   for start, stop in _groups(_length(chunks), causal=causal):
     group_keys = _prefix(keys, stop * chunk_size) if causal else keys
-    run = functools.partial(body, weights, group_keys)
-    outs.append(jax.lax.map(run, _slice(chunks, start, stop)))
+    run = functools.partial(_run_chunk, body, weights, group_keys, chunks)
+    outs.append(jax.lax.map(run, jnp.arange(start, stop)))
   return _join(outs, queries, out_axis)
+
+
+def _run_chunk(
+  body: Body, weights: Any, keys: Any, chunks: Any, index: jax.Array
+) -> Any:
+  return body(weights, keys, _chunk(chunks, index))
 
 
 def _map_fwd(
@@ -115,9 +121,9 @@ def _map_bwd(
   for start, stop in _groups(_length(chunks), causal=causal):
     group_keys = _prefix(keys, stop * chunk_size) if causal else keys
     (d_weights, d_group_keys), d_group_queries = jax.lax.scan(
-      functools.partial(_pull_back, body, weights, group_keys),
+      functools.partial(_pull_back, body, weights, group_keys, chunks),
       (d_weights, _zeros_float32(group_keys)),
-      _slice(chunks, start, stop),
+      jnp.arange(start, stop),
     )
     d_keys = _add_prefix(d_keys, d_group_keys)
     d_queries.append(d_group_queries)
@@ -134,11 +140,12 @@ def _pull_back(
   body: Body,
   weights: Any,
   keys: Any,
+  chunks: tuple[Any, Any],
   sums: tuple[Any, Any],
-  chunk: tuple[Any, Any],
+  index: jax.Array,
 ) -> tuple[tuple[Any, Any], Any]:
   """One chunk's gradients: added to the sums, or returned for its queries."""
-  queries, cotangent = chunk
+  queries, cotangent = _chunk(chunks, index)
   floats, rebuild = _floats((weights, keys, queries))
   _, vjp = jax.vjp(lambda floats: body(*rebuild(floats)), floats)
   d_weights, d_keys, d_queries = vjp(cotangent)[0]
@@ -264,15 +271,12 @@ def _rows(tables: Any, indices: jax.Array) -> Any:
   """The rows that indices name, zeros for -1."""
 
   def rows(table: jax.Array) -> jax.Array:
-    taken = jax.vmap(_take)(table, jnp.maximum(indices, 0))
+    take = jax.vmap(lambda t, i: t.at[i].get(mode="promise_in_bounds"))
+    taken = take(table, jnp.maximum(indices, 0))
     valid = indices.reshape(*indices.shape, *[1] * (table.ndim - 2)) >= 0
     return jnp.where(valid, taken, 0)
 
   return jax.tree.map(rows, tables)
-
-
-def _take(table: jax.Array, indices: jax.Array) -> jax.Array:
-  return table.at[indices].get(mode="promise_in_bounds")
 
 
 def _scatter_add(sums: Any, indices: jax.Array, rows: Any) -> Any:
@@ -289,14 +293,7 @@ def _scatter_add(sums: Any, indices: jax.Array, rows: Any) -> Any:
 
 
 def causal_groups(num_chunks: int) -> int:
-  """How many groups chunks in causal order fall into.
-
-  Args:
-    num_chunks: Chunks of a sequence.
-
-  Returns:
-    G: of all pairs of tokens, (G + 1) / 2G are worked on.
-  """
+  """G of so many chunks: of all pairs, (G + 1) / 2G are worked on."""
   return min(_CAUSAL_GROUPS, num_chunks)
 
 
@@ -325,8 +322,7 @@ def _join(groups: list[Any], queries: Any, axis: int = 1) -> Any:
   length = jax.tree.leaves(queries)[0].shape[1]
 
   def join(*chunks: jax.Array) -> jax.Array:
-    x = jnp.concatenate(chunks) if len(chunks) > 1 else chunks[0]
-    x = jnp.moveaxis(x, 0, axis)
+    x = jnp.moveaxis(jnp.concatenate(chunks), 0, axis)
     x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
@@ -337,8 +333,11 @@ def _length(tree: Any) -> int:
   return jax.tree.leaves(tree)[0].shape[0]
 
 
-def _slice(tree: Any, start: int, stop: int) -> Any:
-  return jax.tree.map(lambda x: x[start:stop], tree)
+def _chunk(chunks: Any, index: jax.Array) -> Any:
+  """One chunk of all: a group's own, cut out, would be copied."""
+  return jax.tree.map(
+    lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), chunks
+  )
 
 
 def _prefix(keys: Any, length: int) -> Any:
