@@ -283,7 +283,7 @@ class ErrorTest(parameterized.TestCase):
     ),
   )
   def test_a_wrong_dtype_is_named(self, changes, name):
-    with self.assertRaisesRegex(TypeError, f"^{name} must be of dtype integer"):
+    with self.assertRaisesRegex(TypeError, f"^{name} must be of dtype int"):
       self._call(**changes)
 
   def _call(self, **changes):

@@ -78,7 +78,7 @@ def check_selection(selection: Selection, **sizes: int) -> dict[str, int]:
     `sizes` with those of the selection added.
 
   Raises:
-    TypeError: If it is not a `Selection` of integers.
+    TypeError: If it is not a `Selection` of int32.
     ValueError: If a size differs.
   """
   if not isinstance(selection, Selection):
@@ -87,7 +87,8 @@ def check_selection(selection: Selection, **sizes: int) -> dict[str, int]:
     )
   indices = selection.indices
   sizes = check_shape("selection.indices", indices, "B T K", **sizes)
-  check_dtype("selection.indices", indices, jnp.integer)
+  # Unsigned integers have no -1, and S does not fit into fewer bits.
+  check_dtype("selection.indices", indices, jnp.int32)
   return sizes
 
 

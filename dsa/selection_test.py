@@ -217,6 +217,14 @@ class CheckSelectionTest(parameterized.TestCase):
     (np.zeros((2, 3, 4), np.int32), "selection must be a Selection, got nd"),
     (None, "selection must be a Selection, got NoneType"),
     (Selection(np.zeros((2, 3, 4))), "selection.indices must be of dtype int"),
+    (
+      Selection(np.zeros((2, 3, 4), np.uint32)),
+      "selection.indices must be of dtype int32, got uint32",
+    ),
+    (
+      Selection(np.zeros((2, 3, 4), np.int8)),
+      "selection.indices must be of dtype int32, got int8",
+    ),
     (Selection([[[0]]]), "selection.indices must be an array, got list"),
   )
   def test_what_is_no_selection_is_named(self, selected, wanted):

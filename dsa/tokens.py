@@ -147,7 +147,7 @@ def visible_part(
     The selection, -1 in place of what was left out.
 
   Raises:
-    TypeError: If it is not a `Selection` of integers.
+    TypeError: If it is not a `Selection` of int32.
     ValueError: If a size differs.
   """
   batch, queries = tokens.order.shape
