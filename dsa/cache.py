@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from dsa import costs, index_scan, mla, quantization, streaming
 from dsa.cache_buffers import Cache, check_cache, write_rows
-from dsa.checks import check_dtype, check_shape
+from dsa.checks import check_dtype, check_numbers, check_shape
 from dsa.composition import backend_and_chunk
 from dsa.config import DSAConfig
 from dsa.params import DSAParams, IndexerParams, MLAParams, check_params
@@ -136,10 +136,14 @@ def _append(
   stored = new < fitting[:, None]
   # What lies in padding, NaN included, must not reach a weight's gradient.
   x = jnp.where(stored[..., None], x, 0)
-  # Rounding to fp8 would make much of a difference in the last bit.
+  # Rounding what is stored would make much of a difference in the last bit.
+  exact = jnp.promote_types(x.dtype, params.mla.wkv_a.dtype)
+  holds_exact = (
+    jnp.promote_types(exact, cache.k_rope.dtype) == cache.k_rope.dtype
+  )
   project = (
     mla.kv_latents
-    if config.kv_quantization == "none"
+    if holds_exact and config.kv_quantization == "none"
     else index_scan.kv_latents
   )
   kv_latent, k_rope = project(params.mla, x, order, config)
@@ -298,7 +302,7 @@ def _check_arguments(
 ) -> None:
   """Checks what was passed to a cached attention function."""
   sizes = check_shape("x", x, "B T E", E=config.hidden_size)
-  check_dtype("x", x, jnp.floating)
+  check_numbers("x", x)
   if 0 in x.shape:
     raise ValueError(f"x must hold at least one token, got shape {x.shape}")
   max_length = check_cache(cache, config, batch_size=sizes["B"])

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from dsa import quantization
-from dsa.checks import check_count, check_dtype, check_shape
+from dsa.checks import check_count, check_dtype, check_numbers, check_shape
 from dsa.config import DSAConfig
 from dsa.quantization import Blocks
 
@@ -50,7 +50,7 @@ def init_cache(
     config: The sizes, and what is quantised.
     batch_size: B, rows.
     max_length: S, tokens that a row may hold.
-    dtype: A float dtype; what is stored is rounded to it.
+    dtype: A float dtype of at least 16 bits; what is stored is rounded to it.
     index_keys: Whether to hold keys for the indexer; a layer that is given its
       selection, `params.indexer` None, needs none.
 
@@ -59,13 +59,15 @@ def init_cache(
 
   Raises:
     ValueError: If a size is below 1.
-    TypeError: If a size is no integer or `dtype` no float dtype.
+    TypeError: If a size is no integer or `dtype` no such dtype.
   """
   batch_size = check_count("batch_size", batch_size)
   max_length = check_count("max_length", max_length)
   dtype = jax.dtypes.canonicalize_dtype(dtype)
-  if not jnp.issubdtype(dtype, jnp.floating):
-    raise TypeError(f"dtype must be a float dtype, got {dtype}")
+  if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+    raise TypeError(
+      f"dtype must be a float dtype of at least 16 bits, got {dtype}"
+    )
 
   def empty(store: Callable[..., Any], width: int) -> Any:
     rows = jax.ShapeDtypeStruct(  # type: ignore[no-untyped-call]
@@ -103,7 +105,8 @@ def write_rows(
 
   def write(buffer: jax.Array, rows: jax.Array) -> jax.Array:
     places = jnp.where(stored, order, buffer.shape[1])
-    return buffer.at[batch, places].set(rows.astype(buffer.dtype), mode="drop")
+    rows = rows.astype(buffer.dtype)
+    return jnp.asarray(buffer).at[batch, places].set(rows, mode="drop")
 
   written = jax.tree.map(write, buffers, rows)
   # Else a compiler writes once more where the rows are read, and the buffer is
@@ -133,7 +136,7 @@ def check_cache(cache: Cache, config: DSAConfig, *, batch_size: int) -> int:
     raise TypeError(f"cache must be a Cache, got {type(cache).__name__}")
   axes = f"B S {config.qk_rope_head_dim}"
   sizes = check_shape("cache.k_rope", cache.k_rope, axes, B=batch_size)
-  check_dtype("cache.k_rope", cache.k_rope, jnp.floating)
+  check_numbers("cache.k_rope", cache.k_rope)
   _check_stored(cache, "kv_latent", sizes, config.kv_lora_rank, config)
   if cache.index_keys is not None:
     _check_stored(cache, "index_keys", sizes, config.index_head_dim, config)
@@ -161,16 +164,18 @@ def _check_stored(
   """Checks that a buffer [B, S, width] is stored as the configuration says."""
   stored, field = getattr(cache, name), _STORED_AS[name]
   quantized, name = getattr(config, field), f"cache.{name}"
-  wanted = jax.Array if quantized == "none" else Blocks
-  if not isinstance(stored, wanted):
+  if isinstance(stored, Blocks) == (quantized == "none"):
+    wanted = "an array" if quantized == "none" else "Blocks"
     raise TypeError(
-      f"{name} must be {wanted.__name__} where {field} is "
-      f"{quantized!r}, got {type(stored).__name__}"
+      f"{name} must be {wanted} where {field} is {quantized!r}, got "
+      f"{type(stored).__name__}"
     )
   if not isinstance(stored, Blocks):
     check_shape(name, stored, f"B S {width}", **sizes)
-    check_dtype(name, stored, jnp.floating)
+    check_numbers(name, stored)
     return
   count = -(-width // quantization.BLOCK_SIZE)
   check_shape(f"{name}.values", stored.values, f"B S {width}", **sizes)
   check_shape(f"{name}.scales", stored.scales, f"B S {count}", **sizes)
+  check_dtype(f"{name}.values", stored.values, quantization.VALUE_DTYPE)
+  check_dtype(f"{name}.scales", stored.scales, jnp.float32)

@@ -33,8 +33,8 @@ def compiled(config):
   )
 
 
-def empty(config, batch=2):
-  return dsa.init_cache(config, batch, MAX_LENGTH)
+def empty(config, batch=2, **options):
+  return dsa.init_cache(config, batch, MAX_LENGTH, **options)
 
 
 def serve(layer, sizes):
@@ -109,6 +109,15 @@ class QuantizedTest(parameterized.TestCase):
       indices, attention(layer.params, layer.x).selection.indices
     )
 
+  def test_any_split_is_rounded_alike_to_the_dtype_of_the_cache(self):
+    layer = layers.layer(3, length=40, hidden_size=256, kv_lora_rank=64)
+    step = compiled(layer.config)
+    cache = dsa.init_cache(layer.config, 2, 40, jnp.float16)
+    whole = step(layer.params, layer.x, cache)
+    for start, stop in (*((i, i + 1) for i in range(8)), (8, 40)):
+      cache = step(layer.params, layer.x[:, start:stop], cache).cache
+    jax.tree.map(np.testing.assert_array_equal, cache, whole.cache)
+
   def test_takes_about_half_the_memory_of_bfloat16(self):
     config = dsa.deepseek_v32()
     fp8 = dataclasses.replace(
@@ -133,11 +142,60 @@ class CheckTest(parameterized.TestCase):
   )
   def test_a_cache_of_another_configuration_is_refused(self, buffer, field):
     plain, fp8 = make(0), make(0, **{field: "fp8_ue8m0"})
-    for layer, other, wanted in ((plain, fp8, "Array"), (fp8, plain, "Blocks")):
+    for layer, other, wanted in (
+      (plain, fp8, "an array"),
+      (fp8, plain, "Blocks"),
+    ):
       with self.assertRaisesRegex(
         TypeError, f"cache.{buffer} must be {wanted} where {field} is"
       ):
         compiled(layer.config)(layer.params, layer.x, empty(other.config))
+
+  @parameterized.product(
+    buffer_and_field=(
+      ("kv_latent", "kv_quantization"),
+      ("index_keys", "index_quantization"),
+    ),
+    part_and_wanted=(("values", "float8_e4m3fn"), ("scales", "float32")),
+  )
+  def test_dtypes_of_blocks_are_checked(
+    self, buffer_and_field, part_and_wanted
+  ):
+    (buffer, field), (part, wanted) = buffer_and_field, part_and_wanted
+    layer = make(0, **{field: "fp8_ue8m0"})
+    cache = empty(layer.config)
+    blocks = getattr(cache, buffer)
+    wrong = blocks._replace(
+      **{part: getattr(blocks, part).astype(jnp.bfloat16)}
+    )
+    with self.assertRaisesRegex(
+      TypeError, f"^cache.{buffer}.{part} must be of dtype {wanted}, got bf"
+    ):
+      compiled(layer.config)(
+        layer.params, layer.x, cache._replace(**{buffer: wrong})
+      )
+
+  @parameterized.parameters("kv_latent", "k_rope", "index_keys")
+  def test_fp8_without_scales_is_no_buffer(self, name):
+    layer = make(0)
+    cache = empty(layer.config)
+    bare = getattr(cache, name).astype(jnp.float8_e4m3fn)
+    with self.assertRaisesRegex(
+      TypeError, f"^cache.{name} must be of a float dtype of at least 16 bits"
+    ):
+      compiled(layer.config)(
+        layer.params, layer.x, cache._replace(**{name: bare})
+      )
+
+  def test_numpy_arrays_are_buffers(self):
+    layer = make(0)
+    cache = jax.tree.map(np.asarray, empty(layer.config))
+    serve_once = dsa.make_cached_attention(
+      layer.config, backend=dsa.backends.gather()
+    )
+    result = serve_once(layer.params, layer.x[:, :1], cache)
+    np.testing.assert_array_equal(result.cache.length, [1, 1])
+    self.assertTrue(np.any(result.cache.k_rope))
 
   def test_shapes_are_checked(self):
     layer = make(0, kv_quantization="fp8_ue8m0")
@@ -153,6 +211,101 @@ class CheckTest(parameterized.TestCase):
         )
     with self.assertRaisesRegex(ValueError, "cache.k_rope must have shape"):
       compiled(layer.config)(layer.params, layer.x, empty(layer.config, 3))
+
+
+class ErrorTest(parameterized.TestCase):
+  """Each names the argument, before any compute."""
+
+  def call(self, params=None, x=None, cache=None, **options):
+    layer = make(15)
+    attention = dsa.make_cached_attention(
+      layer.config, backend=self.unreachable
+    )
+    params = layer.params if params is None else params
+    cache = empty(layer.config) if cache is None else cache
+    attention(params, layer.x if x is None else x, cache, **options)
+
+  def unreachable(self, inputs, selection, *, scale):
+    self.fail("the backend was called with arguments that do not fit")
+
+  @parameterized.named_parameters(
+    ("x_too_wide", {"x": jnp.ones((2, 12, 25))}, "x"),
+    ("num_new", {"num_new": jnp.ones(3, int)}, "num_new"),
+    (
+      "selection",
+      {"selection": dsa.Selection(jnp.zeros((2, 11, 3), int))},
+      "selection.indices",
+    ),
+  )
+  def test_a_wrong_shape(self, arguments, name):
+    with self.assertRaisesRegex(ValueError, f"^{name} must have shape .* got"):
+      self.call(**arguments)
+
+  @parameterized.parameters(
+    "kv_latent", "k_rope", "index_keys", "length", "overflowed"
+  )
+  def test_a_cache_of_another_shape_or_dtype(self, name):
+    cache = empty(make(15).config)
+    array = getattr(cache, name)
+    for shape in ((3, *array.shape[1:]), (*array.shape, 1)):
+      with self.assertRaisesRegex(
+        ValueError, f"^cache.{name} must have shape .* got"
+      ):
+        self.call(cache=cache._replace(**{name: jnp.zeros(shape, array.dtype)}))
+    with self.assertRaisesRegex(
+      TypeError, f"^cache.{name} must be of dtype .* got"
+    ):
+      self.call(cache=cache._replace(**{name: array.astype(complex)}))
+
+  def test_more_tokens_than_a_row_may_hold(self):
+    with self.assertRaisesRegex(ValueError, "x must hold at most .*=16.* 17"):
+      self.call(x=jnp.ones((2, 17, 24)))
+
+  @parameterized.parameters("B", "T")
+  def test_no_tokens(self, axis):
+    x = jnp.ones((0, 12, 24) if axis == "B" else (2, 0, 24))
+    with self.assertRaisesRegex(ValueError, "x must hold at least one token"):
+      self.call(x=x)
+
+  @parameterized.named_parameters(
+    ("num_new", {"num_new": jnp.ones(2)}, "num_new must be of dtype"),
+    ("cache", {"cache": ()}, "cache must be a Cache, got tuple"),
+    (
+      "selection",
+      {"selection": jnp.ones((2, 12, 3), int)},
+      "selection must be a Selection, got",
+    ),
+  )
+  def test_a_wrong_type(self, arguments, message):
+    with self.assertRaisesRegex(TypeError, message):
+      self.call(**arguments)
+
+  @parameterized.parameters(True, False)
+  def test_nothing_to_select_with(self, has_indexer):
+    layer = make(15)
+    params = layer.params
+    if not has_indexer:
+      params = params._replace(indexer=None)
+    with self.assertRaisesRegex(ValueError, "selection is required"):
+      self.call(
+        params=params, cache=empty(layer.config, index_keys=not has_indexer)
+      )
+
+  def test_a_backend_that_is_no_function(self):
+    with self.assertRaisesRegex(TypeError, "backend must be a function"):
+      dsa.make_cached_attention(make(15).config, backend="gather")
+
+  @parameterized.parameters((0, 4), (2, 0))
+  def test_a_cache_of_nothing(self, *sizes):
+    with self.assertRaisesRegex(ValueError, "must be at least 1, got 0"):
+      dsa.init_cache(make(15).config, *sizes)
+
+  @parameterized.parameters(jnp.int32, jnp.float8_e4m3fn)
+  def test_a_cache_of_what_are_no_plain_numbers(self, dtype):
+    with self.assertRaisesRegex(
+      TypeError, f"dtype must be a float dtype .*, got {jnp.dtype(dtype)}"
+    ):
+      dsa.init_cache(make(15).config, 1, 4, dtype)
 
 
 def nbytes(tree):

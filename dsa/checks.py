@@ -64,6 +64,23 @@ def check_dtype(name: str, array: Any, kind: Any) -> None:
     )
 
 
+def check_numbers(name: str, array: Any) -> None:
+  """Checks that an array's dtype is a float that needs no scale beside it.
+
+  Args:
+    name: The argument's name, for the error.
+    array: Anything with a dtype.
+
+  Raises:
+    TypeError: If the dtype is no float, or one of fewer than 16 bits.
+  """
+  check_dtype(name, array, jnp.floating)
+  if array.dtype.itemsize < 2:
+    raise TypeError(
+      f"{name} must be of a float dtype of at least 16 bits, got {array.dtype}"
+    )
+
+
 def check_count(name: str, value: Any) -> int:
   """Checks a static number of things, at least 1.
 

@@ -92,6 +92,24 @@ class CheckDtypeTest(parameterized.TestCase):
       checks.check_dtype("x", jax.random.key(0), jnp.integer)
 
 
+class CheckNumbersTest(parameterized.TestCase):
+  @parameterized.parameters(jnp.bfloat16, jnp.float16, np.float32, np.float64)
+  def test_accepts(self, dtype):
+    checks.check_numbers("x", np.zeros(3, dtype))
+
+  @parameterized.parameters(
+    (np.int32, "dtype floating"),
+    (jnp.float8_e4m3fn, "a float dtype of at least 16 bits"),
+    (jnp.float8_e5m2, "a float dtype of at least 16 bits"),
+  )
+  def test_what_needs_a_scale_is_named(self, dtype, wanted):
+    got = np.dtype(dtype)
+    with self.assertRaisesRegex(
+      TypeError, f"^x must be of {wanted}, got {got}$"
+    ):
+      checks.check_numbers("x", np.zeros(3, dtype))
+
+
 class CheckCountTest(parameterized.TestCase):
   @parameterized.parameters(
     (1,), (7,), (np.int64(7),), (np.uint8(7),), (np.array(7),)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dsa import indexer
-from dsa.checks import check_count, check_dtype, check_shape
+from dsa.checks import check_count, check_dtype, check_numbers, check_shape
 from dsa.config import DSAConfig, Quantization
 
 ScaleFormat = Literal["float32", "ue8m0"]
@@ -34,7 +34,8 @@ SCALE_FORMATS: Mapping[Quantization, ScaleFormat] = {
 # Values that share a scale, where the width is not smaller.
 BLOCK_SIZE = 128
 
-_VALUE_DTYPE = jnp.float8_e4m3fn
+# What the values are, in the cache too.
+VALUE_DTYPE = jnp.float8_e4m3fn
 _LARGEST_VALUE = 448.0
 # Multiplied by, as the published kernels do: a division rounds differently.
 _INVERSE_LARGEST = np.float32(1 / _LARGEST_VALUE)
@@ -66,9 +67,9 @@ def hadamard(x: jax.Array) -> jax.Array:
 
   Raises:
     ValueError: If D is not a power of two.
-    TypeError: If x is not of a float dtype.
+    TypeError: If x is not of a float dtype of at least 16 bits.
   """
-  check_dtype("x", x, jnp.floating)
+  check_numbers("x", x)
   width = x.shape[-1] if x.ndim else 0
   if width < 1 or width & (width - 1):
     raise ValueError(
@@ -103,9 +104,10 @@ def quantize_blocks(
   Raises:
     ValueError: If x has no axis, `scale_format` is unknown or `block_size`
       below 1.
-    TypeError: If x is not of a float dtype or `block_size` no integer.
+    TypeError: If x is not of a float dtype of at least 16 bits or `block_size`
+      no integer.
   """
-  check_dtype("x", x, jnp.floating)
+  check_numbers("x", x)
   if x.ndim < 1:
     raise ValueError(f"x must have a last axis, got shape {x.shape}")
   if scale_format not in get_args(ScaleFormat):
@@ -121,7 +123,7 @@ def quantize_blocks(
   if scale_format == "ue8m0":
     scales = _power_of_two_above(scales)
   values = jnp.clip(blocks / scales[..., None], -_LARGEST_VALUE, _LARGEST_VALUE)
-  values = einops.rearrange(values.astype(_VALUE_DTYPE), "... n d -> ... (n d)")
+  values = einops.rearrange(values.astype(VALUE_DTYPE), "... n d -> ... (n d)")
   return Blocks(values[..., :width], scales)
 
 
@@ -167,7 +169,7 @@ def quantize_index(x: jax.Array, *, scale_format: ScaleFormat) -> Blocks:
 
   Raises:
     ValueError: If D is not a power of two or above `BLOCK_SIZE`.
-    TypeError: If x is not of a float dtype.
+    TypeError: If x is not of a float dtype of at least 16 bits.
   """
   rotated = hadamard(x)
   if x.shape[-1] > BLOCK_SIZE:
@@ -295,12 +297,17 @@ def fp8_index_scores(
   """
   sizes = check_shape("q_values", q_values, "B T I D")
   check_shape("q_scales", q_scales, "B T I 1", **_without_width(sizes))
+  check_shape("weights", weights, "B T I", **_without_width(sizes))
   sizes = check_shape("k_values", k_values, "B S D", B=sizes["B"], D=sizes["D"])
   check_shape("k_scales", k_scales, "B S 1", **_without_width(sizes))
   for name, values in (("q_values", q_values), ("k_values", k_values)):
-    check_dtype(name, values, _VALUE_DTYPE)
-  for name, scales in (("q_scales", q_scales), ("k_scales", k_scales)):
-    check_dtype(name, scales, jnp.float32)
+    check_dtype(name, values, VALUE_DTYPE)
+  for name, numbers in (
+    ("q_scales", q_scales),
+    ("k_scales", k_scales),
+    ("weights", weights),
+  ):
+    check_dtype(name, numbers, jnp.float32)
   return indexer.weighted_relu_scores(
     q_values,
     k_values,

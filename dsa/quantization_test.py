@@ -119,6 +119,11 @@ class HadamardTest(parameterized.TestCase):
     with self.assertRaisesRegex(TypeError, "x must be of dtype floating"):
       quantization.hadamard(jnp.zeros((2, 4), int))
 
+  @parameterized.parameters(quantization.hadamard, quantization.quantize_blocks)
+  def test_fp8_without_its_scale_is_refused(self, function):
+    with self.assertRaisesRegex(TypeError, "x must be of a float dtype of at"):
+      function(jnp.zeros((2, 4), jnp.float8_e4m3fn))
+
 
 class BlocksTest(parameterized.TestCase):
   @parameterized.product(
@@ -202,6 +207,12 @@ class ScoresTest(parameterized.TestCase):
       quantization.fp8_index_scores(q8.values, k8.scales, *k8, weights)
     with self.assertRaisesRegex(ValueError, r"k_scales must have shape \[B=2"):
       quantization.fp8_index_scores(*q8, k8.values, q8.scales[0], weights)
+    # Those that would broadcast to the shape of the scales, too.
+    for wrong in (weights[..., :1], weights[0], weights[..., None]):
+      with self.assertRaisesRegex(ValueError, r"weights must have shape \[B=2"):
+        quantization.fp8_index_scores(*q8, *k8, wrong)
+    with self.assertRaisesRegex(TypeError, "weights must be of dtype float32"):
+      quantization.fp8_index_scores(*q8, *k8, weights.astype(jnp.bfloat16))
     with self.assertRaisesRegex(ValueError, "at most 128"):
       quantization.quantize_index(jnp.zeros((2, 256)), scale_format="ue8m0")
 
