@@ -120,7 +120,7 @@ class Folder(Mapping[str, StoredTensor]):
   def __getitem__(self, name: str) -> StoredTensor:
     path = self._shards[name]
     if path not in self._headers:
-      if not path.exists():
+      if not path.is_file():
         raise FileNotFoundError(f"{path} is missing, which should hold {name}")
       try:
         self._headers[path] = _read_header(path)
@@ -157,12 +157,16 @@ class Folder(Mapping[str, StoredTensor]):
       raise ValueError(f"{self.listing} has no dictionary under weight_map")
     for name, shard in weight_map.items():
       # Never a path: what is listed lies in the folder.
-      if not isinstance(shard, str) or Path(shard).name != shard:
+      if not isinstance(shard, str) or not _is_file_name(shard):
         raise ValueError(
           f"{self.listing} must name a file of the folder for {name}, got "
           f"{shard!r}"
         )
     return {name: self.directory / shard for name, shard in weight_map.items()}
+
+
+def _is_file_name(name: str) -> bool:
+  return name not in ("", "..") and Path(name).name == name
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -211,6 +215,8 @@ def _stored_tensor(
   if dtype not in _DTYPES:
     raise ValueError(f"dtype {dtype!r} is none of {sorted(_DTYPES)}")
   begin, end = data_offsets
+  if any(type(number) is not int for number in (begin, end, *shape)):
+    raise ValueError(f"{shape} and {data_offsets} must be integers")
   tensor = StoredTensor(
     path=path,
     shape=tuple(shape),

@@ -98,6 +98,8 @@ class FolderTest(FilesTestCase):
     (b"[]", "must hold a dictionary"),
     (b"{}", "has no dictionary under weight_map"),
     (b'{"weight_map": {"a": "../a"}}', "a file of the folder for a, got '../a"),
+    (b'{"weight_map": {"a": ".."}}', "a file of the folder for a, got '..'"),
+    (b'{"weight_map": {"a": ""}}', "a file of the folder for a, got ''"),
     (b'{"weight_map": {"a": 3}}', "a file of the folder for a, got 3"),
   )
   def test_a_damaged_index_is_named(self, index, wanted):
@@ -106,6 +108,13 @@ class FolderTest(FilesTestCase):
       ValueError, f"^{self.directory / _INDEX} .*{wanted}"
     ):
       self.open()
+
+  def test_a_folder_in_place_of_a_shard_is_named(self):
+    path = self.directory / self.write(3)["a"]
+    path.unlink()
+    path.mkdir()
+    with self.assertRaisesRegex(FileNotFoundError, f"^{path} is missing"):
+      self.open()["a"]
 
   def test_an_index_that_is_wrong_is_named(self):
     shard_of = self.write(3)
@@ -167,6 +176,11 @@ class DamageTest(FilesTestCase):
       "another_size",
       b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}',
       r"bytes 0 to 4 are no F32 of shape \(2,\)",
+    ),
+    (
+      "a_size_that_is_no_integer",
+      b'{"a": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}',
+      r"\[1.0\] and \[0, 4\] must be integers",
     ),
     (
       "before_the_data",
