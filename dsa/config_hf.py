@@ -7,6 +7,7 @@ Sources: the published config.json files of DeepSeek-V3.2 and GLM-5, and what
 transformers reads in them (DeepseekV32Config and GlmMoeDsaConfig of 5.24).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -171,7 +172,7 @@ def rope_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
       f"{where} has rope type {rope_type!r}, expected one of "
       f"{list(_ROPE_TYPES)}"
     )
-  fields = {"rope_theta": float(theta)}
+  fields = {"rope_theta": _number("rope_theta", theta)}
   if rope_type == "default":
     return fields
   return fields | _yarn_fields(rope, where)
@@ -193,11 +194,20 @@ def _yarn_fields(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     )
   return {
     "rope_type": "yarn",
-    "factor": float(rope["factor"]),
+    "factor": _number("factor", rope["factor"]),
     "original_max_position_embeddings": int(
-      rope["original_max_position_embeddings"]
+      _number(
+        "original_max_position_embeddings",
+        rope["original_max_position_embeddings"],
+      )
     ),
-    "beta_fast": float(rope.get("beta_fast") or 32.0),
-    "beta_slow": float(rope.get("beta_slow") or 1.0),
-    "mscale_all_dim": float(mscale_all_dim or 0.0),
+    "beta_fast": _number("beta_fast", rope.get("beta_fast") or 32.0),
+    "beta_slow": _number("beta_slow", rope.get("beta_slow") or 1.0),
+    "mscale_all_dim": _number("mscale_all_dim", mscale_all_dim or 0.0),
   }
+
+
+def _number(name: str, value: Any) -> float:
+  if not isinstance(value, int | float) or not math.isfinite(value):
+    raise ValueError(f"{name} must be a number, got {value!r}")
+  return float(value)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import chex
@@ -52,6 +53,34 @@ class RopeConfigTest(parameterized.TestCase):
   def test_equal_betas_are_a_ramp(self):
     rope = RopeConfig(rope_type="yarn", factor=32, beta_fast=1.0, beta_slow=1.0)
     self.assertEqual(rope.beta_fast, 1.0)
+
+  @parameterized.product(
+    name=(
+      "rope_theta",
+      "factor",
+      "original_max_position_embeddings",
+      "beta_fast",
+      "beta_slow",
+      "mscale_all_dim",
+    ),
+    value=("x", ["x"], math.inf),
+  )
+  def test_what_is_no_number_in_a_checkpoint_is_named(self, name, value):
+    rope: dict[str, Any] = {
+      "rope_theta": 10000,
+      "rope_type": "yarn",
+      "factor": 40,
+      "original_max_position_embeddings": 4096,
+      "mscale": 1.0,
+      "mscale_all_dim": 1.0,
+    }
+    rope[name] = value
+    if name == "mscale_all_dim":
+      rope["mscale"] = value
+    with self.assertRaisesRegex(
+      ValueError, f"^{name} must be a number, got {re.escape(repr(value))}$"
+    ):
+      RopeConfig.from_hf({"rope_parameters": rope})
 
   def test_mscale_is_one_without_yarn(self):
     self.assertEqual(RopeConfig(factor=40.0, mscale_all_dim=1.0).mscale, 1.0)
