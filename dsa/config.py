@@ -200,7 +200,7 @@ class DSAConfig:
 
   def _check_indexer_types(self, types: tuple[IndexerType, ...]) -> None:
     known = get_args(IndexerType)
-    if not isinstance(types, tuple) or not {*types} <= {*known}:
+    if not isinstance(types, tuple) or any(t not in known for t in types):
       raise ValueError(
         f"indexer_types must be a tuple of {known}, got {types!r}"
       )

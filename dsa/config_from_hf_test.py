@@ -166,7 +166,7 @@ class FromHfTest(parameterized.TestCase):
     config = DSAConfig.from_hf(_GLM_5 | {"rms_norm_eps": eps})
     self.assertEqual(config.latent_norm_eps, 1e-6)
 
-  @parameterized.parameters("deepseek_v3", "llama", None)
+  @parameterized.parameters(("deepseek_v3",), ("llama",), (None,), ({},))
   def test_other_models_are_refused(self, model_type):
     with self.assertRaisesRegex(
       ValueError,

@@ -72,7 +72,7 @@ def layer_fields(config_json: Mapping[str, Any]) -> dict[str, Any]:
       f"{type(config_json).__name__}"
     )
   model_type: Any = config_json.get("model_type")
-  if model_type not in _INDEXER_ROPE_INTERLEAVE:
+  if model_type not in list(_INDEXER_ROPE_INTERLEAVE):  # May be any JSON.
     raise ValueError(
       f"model_type must be one of {sorted(_INDEXER_ROPE_INTERLEAVE)}, got "
       f"{model_type!r}"

@@ -120,6 +120,7 @@ class DSAConfigTest(parameterized.TestCase):
     (("full", "full"), "must say each of the num_hidden_layers=78 layers"),
     (["full"] * 78, "must be a tuple of"),
     (("full", None) * 39, "must be a tuple of"),
+    (("full", ["full"]) * 39, "must be a tuple of"),
     (("shared", "full") * 39, "must begin with 'full'"),
   )
   def test_kinds_of_layers_that_make_no_sense_are_named(self, types, wanted):

@@ -158,6 +158,8 @@ def load(directory: Path) -> Loaded:
   config_json = folder.config_json()
   config = dsa.DSAConfig.from_hf(config_json)
   _check_dense(config_json, config)
+  end_tokens = _end_tokens(config_json)
+  max_positions = _integer(config_json, "max_position_embeddings")
   layers = range(config.num_hidden_layers)
   attention = dsa.checkpoint.load_hf(directory, config, layers)
   params = DecoderParams(
@@ -169,13 +171,11 @@ def load(directory: Path) -> Loaded:
     final_norm=_read(folder, _FINAL_NORM, _sizes(config_json)[1:]),
     head=_read_head(folder, config_json),
   )
-  end = config_json.get("eos_token_id")
-  end = [] if end is None else end
   return Loaded(
     config=config,
     decoder=Decoder(params, tuple(layer.indexer for layer in attention)),
-    end_tokens=frozenset(end if isinstance(end, list) else [end]),
-    max_positions=config_json.get("max_position_embeddings"),
+    end_tokens=end_tokens,
+    max_positions=max_positions,
   )
 
 
@@ -202,6 +202,23 @@ def _read_layer(
   return LayerParams(mla=mla, **gains, **matrices)
 
 
+def _end_tokens(config_json: Mapping[str, Any]) -> frozenset[int]:
+  """Tokens that end a text: a checkpoint says one, several or none."""
+  said = config_json.get("eos_token_id")
+  tokens = said if isinstance(said, list) else [] if said is None else [said]
+  if any(type(token) is not int for token in tokens):
+    raise ValueError(f"eos_token_id must be integers, got {said!r}")
+  return frozenset(tokens)
+
+
+def _integer(config_json: Mapping[str, Any], key: str) -> int | None:
+  """What a key says; None where it is missing or null."""
+  said: int | None = config_json.get(key)
+  if said is not None and type(said) is not int:
+    raise ValueError(f"{key} must be an integer, got {said!r}")
+  return said
+
+
 def _read_head(folder: Folder, config_json: Mapping[str, Any]) -> jax.Array:
   is_tied = config_json.get("tie_word_embeddings", False)
   name = _EMBEDDING if is_tied else _HEAD
@@ -220,7 +237,9 @@ def _sizes(config_json: Mapping[str, Any]) -> tuple[int, int]:
 def _check_dense(config_json: Mapping[str, Any], config: dsa.DSAConfig) -> None:
   """Refuses what `apply_layer` does not compute."""
   missing = [
-    key for key in ("vocab_size", "intermediate_size") if key not in config_json
+    key
+    for key in ("vocab_size", "intermediate_size")
+    if _integer(config_json, key) is None
   ]
   if missing:
     raise ValueError(f"config lacks {', '.join(missing)}")
@@ -232,8 +251,11 @@ def _check_dense(config_json: Mapping[str, Any], config: dsa.DSAConfig) -> None:
   layers = config.num_hidden_layers
   kinds = config_json.get("mlp_layer_types")
   if kinds is None:
-    dense = config_json.get("first_k_dense_replace", layers)
+    dense = _integer(config_json, "first_k_dense_replace")
+    dense = layers if dense is None else dense
     kinds = ["dense"] * dense + ["sparse"] * (layers - dense)
+  if not isinstance(kinds, list):
+    raise ValueError(f"mlp_layer_types must be a list, got {kinds!r}")
   if "sparse" in kinds[:layers]:
     raise ValueError(
       f"layer {kinds.index('sparse')} is a mixture of experts: only models of "

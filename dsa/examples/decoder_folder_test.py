@@ -86,6 +86,15 @@ class FolderTest(parameterized.TestCase):
 
   @parameterized.parameters(
     ({"vocab_size": None}, "config lacks vocab_size"),
+    ({"vocab_size": "96"}, "vocab_size must be an integer, got '96'"),
+    ({"eos_token_id": [1, None]}, "eos_token_id must be integers, got .1, N"),
+    ({"eos_token_id": {}}, "eos_token_id must be integers, got {}"),
+    ({"max_position_embeddings": []}, "max_position_embeddings must be an int"),
+    ({"mlp_layer_types": 3}, "mlp_layer_types must be a list, got 3"),
+    (
+      {"mlp_layer_types": None, "first_k_dense_replace": "all"},
+      "first_k_dense_replace must be an integer, got 'all'",
+    ),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ({"mlp_bias": True}, "mlp_bias=True is not supported"),
     (
