@@ -78,7 +78,7 @@ def _map(
 ) -> Any:
   chunks = _split(queries, chunk_size)
   outs = []
-  for start, stop in _groups(_length(chunks), causal=causal):
+  for start, stop in _groups(chunks, causal=causal):
     group_keys = _prefix(keys, stop * chunk_size) if causal else keys
     run = functools.partial(_run_chunk, body, weights, group_keys, chunks)
     outs.append(jax.lax.map(run, jnp.arange(start, stop)))
@@ -118,7 +118,7 @@ def _map_bwd(
   chunks = _split(queries, chunk_size), _split(cotangents, chunk_size, out_axis)
   d_weights, d_keys = _zeros_float32(weights), _zeros_float32(keys)
   d_queries = []
-  for start, stop in _groups(_length(chunks), causal=causal):
+  for start, stop in _groups(chunks, causal=causal):
     group_keys = _prefix(keys, stop * chunk_size) if causal else keys
     (d_weights, d_group_keys), d_group_queries = jax.lax.scan(
       functools.partial(_pull_back, body, weights, group_keys, chunks),
@@ -271,12 +271,15 @@ def _rows(tables: Any, indices: jax.Array) -> Any:
   """The rows that indices name, zeros for -1."""
 
   def rows(table: jax.Array) -> jax.Array:
-    take = jax.vmap(lambda t, i: t.at[i].get(mode="promise_in_bounds"))
-    taken = take(table, jnp.maximum(indices, 0))
+    taken = jax.vmap(_take)(table, jnp.maximum(indices, 0))
     valid = indices.reshape(*indices.shape, *[1] * (table.ndim - 2)) >= 0
     return jnp.where(valid, taken, 0)
 
   return jax.tree.map(rows, tables)
+
+
+def _take(table: jax.Array, indices: jax.Array) -> jax.Array:
+  return table.at[indices].get(mode="promise_in_bounds")
 
 
 def _scatter_add(sums: Any, indices: jax.Array, rows: Any) -> Any:
@@ -297,8 +300,9 @@ def causal_groups(num_chunks: int) -> int:
   return min(_CAUSAL_GROUPS, num_chunks)
 
 
-def _groups(num_chunks: int, *, causal: bool) -> list[tuple[int, int]]:
+def _groups(chunks: Any, *, causal: bool) -> list[tuple[int, int]]:
   """First and last (exclusive) chunk of each group that shares its keys."""
+  num_chunks = jax.tree.leaves(chunks)[0].shape[0]
   count = causal_groups(num_chunks) if causal else 1
   bounds = [num_chunks * i // count for i in range(count + 1)]
   return list(zip(bounds[:-1], bounds[1:], strict=True))
@@ -327,10 +331,6 @@ def _join(groups: list[Any], queries: Any, axis: int = 1) -> Any:
     return jax.lax.slice_in_dim(x, 0, length, axis=axis)
 
   return jax.tree.map(join, *groups)
-
-
-def _length(tree: Any) -> int:
-  return jax.tree.leaves(tree)[0].shape[0]
 
 
 def _chunk(chunks: Any, index: jax.Array) -> Any:
