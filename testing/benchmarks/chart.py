@@ -17,8 +17,9 @@ def draw(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     figures: Rows with backend, seq_len, topk, what, seconds, temporary_bytes.
     path: Where to write.
   """
-  pyplot = require_matplotlib()
-  canvas, (time_axes, memory_axes) = pyplot.subplots(1, 2, figsize=(11, 4.5))
+  mpl = require_matplotlib()
+  canvas = mpl.figure.Figure(figsize=(11, 4.5), layout="constrained")
+  time_axes, memory_axes = canvas.subplots(1, 2)
   lines = defaultdict(list)
   for row in figures:
     label = f"{row['backend']}, top {row['topk']}, {row['what']}"
@@ -38,5 +39,4 @@ def draw(figures: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set_xlabel("sequence length S, tokens")
     axes.grid(alpha=0.3)
   time_axes.legend(fontsize="small")
-  canvas.tight_layout()
   canvas.savefig(path, dpi=130)
