@@ -17,10 +17,7 @@ from dsa import backends, costs, mla
 from dsa.checks import check_count
 from dsa.config import DSAConfig
 
-Schedule = Literal["none", "all_gather", "ring"]
-
-# Share of a device's memory that gathered keys may take.
-_GATHERED_SHARE = 0.1
+Schedule = Literal["none", "all_gather"]
 
 
 class PlanShapes(NamedTuple):
@@ -162,11 +159,7 @@ def _schedule(
   width = config.kv_lora_rank + config.qk_rope_head_dim + config.index_head_dim
   size = shapes.batch * (shapes.keys or shapes.tokens) * width * itemsize
   memory = costs.RATES[kind].memory
-  room = _GATHERED_SHARE * memory
   sentence = f"all keys, {width} numbers a token, take {size / 2**30:.3g} GiB"
-  if not memory:
-    return "all_gather", f"{sentence}, and how much there is is not known"
-  sentence += f", of {memory / 2**30:.0f} GiB"
-  if size <= room:
-    return "all_gather", f"{sentence}: they are gathered"
-  return "ring", f"{sentence}: they are passed around"
+  if memory:
+    sentence += f" of {memory / 2**30:.0f} GiB"
+  return "all_gather", f"{sentence} on each device"

@@ -25,16 +25,14 @@ class PlanTest(parameterized.TestCase):
     backend = _plan(131072).make_backend()
     self.assertFalse(backend.reads_all_keys)
 
-  @parameterized.parameters(
-    (131072, 1, "none"), (131072, 8, "all_gather"), (1 << 25, 8, "ring")
-  )
-  def test_schedule(self, tokens, devices, schedule):
-    plan = _plan(tokens, context_devices=devices)
+  @parameterized.parameters((1, "none"), (8, "all_gather"))
+  def test_schedule(self, devices, schedule):
+    plan = _plan(131072, context_devices=devices)
     self.assertEqual(plan.schedule, schedule)
 
   def test_it_explains_itself(self):
     text = str(_plan(131072, context_devices=8))
-    for part in ("gather (MQA)", "TPU v5", "gathered", "ms: "):
+    for part in ("gather (MQA)", "TPU v5", "0.172 GiB of 95 GiB", "ms: "):
       self.assertIn(part, text)
     self.assertLen(text.splitlines(), 5)
 
