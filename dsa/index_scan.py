@@ -41,8 +41,7 @@ _ROWS = 64
 _FEW_ROWS, _FEWEST_ROWS = 64, 8
 _GROUP = 128
 
-# What a tile of keys may hold: products with queries, and bytes.
-_PRODUCTS = 1 << 21
+# Bytes of a tile of keys.
 _TILE_BYTES = 16 << 20
 
 # Keys in the smallest buffer of scores; each larger one has twice as many.
@@ -236,7 +235,8 @@ def scan(
     math.prod(k.shape[2:]) * k.dtype.itemsize for k in jax.tree.leaves(keys)
   )
   fitting = min(
-    _PRODUCTS // (batch * tokens * heads), _TILE_BYTES // (batch * key_bytes)
+    indexer_lib.PRODUCTS // (batch * tokens * heads),
+    _TILE_BYTES // (batch * key_bytes),
   )
   tile = 1 << (max(fitting, 2 * _GROUP).bit_length() - 1)
   tile = min(tile, length)

@@ -24,7 +24,7 @@ from dsa.params import IndexerParams
 
 # Products of an index query and an index key that are held at once: few enough
 # to stay in a cache between the product and the sum over heads.
-_PRODUCTS = 1 << 21
+PRODUCTS = 1 << 21
 _FEWEST_KEYS = 128
 
 
@@ -147,7 +147,7 @@ def weighted_relu_scores(
     check_shape("key_scales", key_scales, "B S", B=keys["B"], S=keys["S"])
     check_dtype("key_scales", key_scales, jnp.float32)
   rows = max(math.prod(sizes.values()), 1)
-  fitting = max(_PRODUCTS // rows, _FEWEST_KEYS)
+  fitting = max(PRODUCTS // rows, _FEWEST_KEYS)
   scores: jax.Array = streaming.map_chunks(
     _score_tile,
     (

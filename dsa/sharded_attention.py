@@ -26,7 +26,6 @@ from dsa import mesh as mesh_lib
 from dsa import params as params_lib
 from dsa import tokens as tokens_lib
 from dsa.attention import Attention, AttentionResult
-from dsa.checks import check_dtype, check_shape
 from dsa.config import DSAConfig
 from dsa.params import DSAParams, IndexerParams, MLAParams
 from dsa.selection import Selection
@@ -168,11 +167,7 @@ def _check_tokens(
   config: DSAConfig,
 ) -> None:
   """Checks whole arrays, before they are cut."""
-  sizes = check_shape("x", x, "B T E", E=config.hidden_size)
-  for name, array in (("positions", positions), ("segment_ids", segment_ids)):
-    if array is not None:
-      check_shape(name, array, "B T", B=sizes["B"], T=sizes["T"])
-      check_dtype(name, array, jnp.integer)
+  sizes = tokens_lib.check_tokens(x, positions, segment_ids, config)
   rows = sharding.axes_size(layout.mesh, layout.batch)
   slices = layout.num_token_parts * (2 if layout.zigzag else 1)
   if sizes["B"] % rows or sizes["T"] % slices or 0 in x.shape:

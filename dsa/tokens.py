@@ -42,6 +42,36 @@ class Keys(NamedTuple):
   segment_ids: jax.Array
 
 
+def check_tokens(
+  x: jax.Array,
+  positions: jax.Array | None,
+  segment_ids: jax.Array | None,
+  config: DSAConfig,
+) -> dict[str, int]:
+  """Checks shapes and dtypes of what was passed of tokens.
+
+  Args:
+    x: Hidden states [B, T, E].
+    positions: Integers [B, T], or None.
+    segment_ids: Integers [B, T], or None.
+    config: The sizes.
+
+  Returns:
+    The sizes by letter: B, T and E.
+
+  Raises:
+    ValueError: If a shape differs.
+    TypeError: If a dtype is not of its kind.
+  """
+  sizes = check_shape("x", x, "B T E", E=config.hidden_size)
+  check_dtype("x", x, jnp.floating)
+  for name, array in (("positions", positions), ("segment_ids", segment_ids)):
+    if array is not None:
+      check_shape(name, array, "B T", B=sizes["B"], T=sizes["T"])
+      check_dtype(name, array, jnp.integer)
+  return sizes
+
+
 def make_tokens(
   x: jax.Array,
   positions: jax.Array | None,
@@ -66,14 +96,9 @@ def make_tokens(
     ValueError: If a shape differs or x holds no token.
     TypeError: If a dtype is not of its kind.
   """
-  sizes = check_shape("x", x, "B T E", E=config.hidden_size)
-  check_dtype("x", x, jnp.floating)
+  sizes = check_tokens(x, positions, segment_ids, config)
   if 0 in x.shape:
     raise ValueError(f"x must hold at least one token, got shape {x.shape}")
-  for name, array in (("positions", positions), ("segment_ids", segment_ids)):
-    if array is not None:
-      check_shape(name, array, "B T", B=sizes["B"], T=sizes["T"])
-      check_dtype(name, array, jnp.integer)
   if order is None:
     order = jnp.arange(sizes["T"], dtype=jnp.int32)
   # Made from x, to be spread over devices as x is.
