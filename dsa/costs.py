@@ -232,19 +232,17 @@ def _dense(sizes: Sizes, itemsize: int, *, causal: bool, kind: str) -> Estimate:
   width = sizes["P"] + sizes["R"] + sizes["V"]
   expanded = sizes["B"] * heads * keys_seen * groups
   expanding = 2 * sizes["C"] * (sizes["P"] + sizes["V"]) * expanded
-  return _estimate(
-    Estimate(
-      backend=next(b for k, b in _DENSE.items() if kind.startswith(k)),
-      form="MHA",
-      query_chunk_size=chunk,
-      operations=2 * width * entries + expanding,
-      bytes=0.0,
-      exponentials=entries,
-      seconds=0.0,
-    ),
-    kind=kind,
-    itemsize=itemsize,
-    share=1.0,
+  operations = 2 * width * entries + expanding
+  rates = RATES[kind]
+  return Estimate(
+    backend=next(b for k, b in _DENSE.items() if kind.startswith(k)),
+    form="MHA",
+    query_chunk_size=chunk,
+    operations=operations,
+    bytes=0.0,
+    exponentials=entries,
+    seconds=operations / _operations_a_second(rates, itemsize)
+    + entries / rates.exponentials,
   )
 
 
@@ -254,30 +252,22 @@ def _gathered(
   chunk = query_chunk_size(sizes, itemsize=itemsize, reads_all_keys=False)
   pairs = sizes["B"] * sizes["T"] * sizes["K"]
   entries = pairs * sizes["N"]
-  return _estimate(
-    Estimate(
-      backend="gather",
-      form="MQA",
-      query_chunk_size=min(chunk, sizes["T"]) if causal else sizes["T"],
-      operations=2 * (2 * sizes["C"] + sizes["R"]) * entries,
-      bytes=pairs * (sizes["C"] + sizes["R"]) * itemsize,
-      exponentials=entries,
-      seconds=0.0,
-    ),
-    kind=kind,
-    itemsize=itemsize,
-    share=RATES[kind].gathered_share,
-  )
-
-
-def _estimate(
-  counts: Estimate, *, kind: str, itemsize: int, share: float
-) -> Estimate:
-  """Counts with the seconds that they take."""
+  operations = 2 * (2 * sizes["C"] + sizes["R"]) * entries
+  copied = pairs * (sizes["C"] + sizes["R"]) * itemsize
   rates = RATES[kind]
-  operations = rates.operations if itemsize <= 2 else rates.operations_float32
-  return counts._replace(
-    seconds=counts.operations / (share * operations)
-    + counts.bytes / rates.bytes
-    + counts.exponentials / rates.exponentials
+  rate = rates.gathered_share * _operations_a_second(rates, itemsize)
+  return Estimate(
+    backend="gather",
+    form="MQA",
+    query_chunk_size=min(chunk, sizes["T"]) if causal else sizes["T"],
+    operations=operations,
+    bytes=copied,
+    exponentials=entries,
+    seconds=operations / rate
+    + copied / rates.bytes
+    + entries / rates.exponentials,
   )
+
+
+def _operations_a_second(rates: Rates, itemsize: int) -> float:
+  return rates.operations if itemsize <= 2 else rates.operations_float32
